@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
+from kvferry.cache.deciding.hold import Hold
+from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.scheduler import SharedStorageScheduler
 from kvferry.testing.pools import check_pool
 from kvferry.types import ChunkKey

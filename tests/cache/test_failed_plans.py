@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.host import HostStep
-from kvferry.cache.deciding.lookup import Fetching
+from kvferry.cache.deciding.search import Fetching
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters

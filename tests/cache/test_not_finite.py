@@ -188,7 +188,7 @@ def test_an_audit_of_values_that_are_not_finite_is_no_verdict_on_the_model(
             spoil(old, ranks, value, every=True)
         run(old, "bad")
         wait_for(lambda: (old.settle(0.5), all(stored(old)))[1])
-    with patch("kvferry.cache.deciding.lookup.Lookup._bring", _unlooked()):
+    with patch("kvferry.cache.deciding.searches.Searches._bring", _unlooked()):
         host = make(world_size, audit="first")
         undo = spoil(host, ranks, value, every=True) if side == "computed" else lambda: None
         run(host, "first")
@@ -207,9 +207,9 @@ def test_an_audit_of_values_that_are_not_finite_is_no_verdict_on_the_model(
 
 def _unlooked() -> Any:
     from kvferry.cache.deciding.host_pool import HostPool
-    from kvferry.cache.deciding.lookup import Lookup
+    from kvferry.cache.deciding.searches import Searches
 
-    bring, fetch = Lookup._bring, HostPool.fetch
+    bring, fetch = Searches._bring, HostPool.fetch
 
     def unlooked(pool: Any, *args: Any, **_looks: Any) -> Any:
         return fetch(pool, *args)

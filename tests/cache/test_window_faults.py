@@ -9,7 +9,7 @@ import pytest
 from torch.testing import assert_close
 
 from benchmarks.host import HostStep
-from kvferry.cache.deciding.lookup import Hit, Settled
+from kvferry.cache.deciding.search import Hit, Settled
 from kvferry.errors import ContractError
 from kvferry.record.schema import RowRange
 from kvferry.store.memory import MemoryStore

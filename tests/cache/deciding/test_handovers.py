@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 
 from kvferry.adapters.vllm.connector import connector_options
-from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, Awaiting, Search
 from kvferry.cache.deciding.policy import FEW
 from kvferry.cache.deciding.scheduler import EARLY_PER_STEP
+from kvferry.cache.deciding.search import Awaiting, Search, wait_of
+from kvferry.cache.deciding.searches import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS
 from kvferry.contract.handover import read_handover
 from kvferry.contract.spec import Mode
 from kvferry.store.base import PutResult, Where
@@ -621,7 +622,7 @@ def test_what_the_host_has_itself_by_now_did_not_come(apart, num_local):
     search = await_producer(apart.host, request)
     until = search.state.until
     apart.host.scheduler.lookup(request, num_local)
-    assert search.wait().until == until
+    assert wait_of(search.state, search.wanted.plan, 0).until == until
     apart.clock.advance(LOOK + 0.1)
     assert apart.host.admit(request, num_local_tokens=num_local) == 0
     assert apart.waits(1) == [LOOK]

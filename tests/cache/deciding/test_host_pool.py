@@ -16,7 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
+from kvferry.cache.deciding.hold import Hold
+from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
 from tests.cache.pools import check_pool, slot_at

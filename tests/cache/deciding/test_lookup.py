@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.cache.deciding.lookup import Asking, Fetching, Settled
+from kvferry.cache.deciding.search import Asking, Fetching, Settled
 from kvferry.contract.messages import LookupMiss
 from kvferry.store.base import ASK_SECONDS, Where
 from kvferry.store.wrappers import WrapperStore

@@ -40,7 +40,10 @@ def make_policy(*, tokens_per_second: float = 1000.0, **options: Any) -> LoadPol
 def part_worth(policy: LoadPolicy, *parts: tuple[str | None, int], chunk: int = 100) -> int:
     """Tokens worth loading of a hit whose parts lie in these tiers."""
     tiers = [tier for tier, tokens in parts for _ in range(tokens // chunk)]
-    return policy.worth_loading(tiers, chunk).num_chunks * chunk
+    worth = policy.worth_loading(tiers, chunk)
+    if worth.is_trial:
+        policy.tries_slow()
+    return worth.num_chunks * chunk
 
 
 def test_a_small_hit_that_met_a_busy_moment_does_not_speak_against_large_ones():

@@ -1,4 +1,4 @@
-"""The invariants of a search (`kvferry.cache.deciding.lookup.Search`), whatever happens to it.
+"""The invariants of a search (`kvferry.cache.deciding.search.Search`), whatever happens to it.
 
 The scheduler role runs alone: a test is a list of events. They say what the store knows, how reads
 and comparisons end, and what the host does with its requests.
@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from benchmarks.host import HostRequest, HostStep
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.deciding.lookup import FIRST_PAUSE_SECONDS, Asking, Awaiting, Fetching, Search
+from kvferry.cache.deciding.search import Asking, Awaiting, Fetching, Search
+from kvferry.cache.deciding.searches import FIRST_PAUSE_SECONDS
 from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStorageMeta
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.lookup import Search
+from kvferry.cache.deciding.miss import ABSENT
 from kvferry.cache.deciding.request import Request
+from kvferry.cache.deciding.search import Search
 from kvferry.cache.messages import Save
 from kvferry.config import printable
 from kvferry.contract.handover import STAMP, write_explanation
@@ -27,7 +28,7 @@ from kvferry.store.base import (
     HERE,
     Store,
 )
-from kvferry.types import ChunkKey, Handover, RequestView, StepView
+from kvferry.types import ChunkKey, Handover, RequestView, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +79,13 @@ class Accounts:
         hits = self._by_tier(request, search, local, stop) if stop > local else Counter()
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
-        missed, why, kind = search.short
+        missed, why, kind = search.miss or ABSENT
         if search.hit is not None and search.hit.audit is not None:
-            missed = missed or LookupMiss.AUDIT  # what follows the audited chunk
+            missed = missed if search.miss else LookupMiss.AUDIT  # what follows the audited chunk
             audited = min(limit, search.hit.audit.record.first_token + self._chunk)
             misses[LookupMiss.AUDIT] += audited - stop
             stop = audited
-        misses[missed or LookupMiss.ABSENT] += limit - stop
+        misses[missed] += limit - stop
         misses[LookupMiss.PARTIAL] += num_tokens - limit
         misses = +misses  # those above zero, as for hits
         self._count(num_tokens, local, hits, misses)
@@ -243,13 +244,12 @@ class Announcer:
         self._gone: list[bytes] = []
 
     def planned(
-        self, saves: Iterable[Save], step: StepView, requests: Mapping[str, Request]
+        self, saves: Iterable[Save], running: Iterable[tuple[ScheduledRequest, Request]]
     ) -> None:
         """Remember the events of a step's saves until the index knows the chunks."""
         by_key = {save.chunk.key: save.chunk.first_token // self._chunk for save in saves}
-        for item in step.scheduled:
-            request = requests.get(item.request.request_id)
-            keys = () if request is None else request.keys.keys
+        for item, request in running:
+            keys = request.keys.keys
             for key, index in by_key.items():
                 if index < len(keys) and keys[index] == key and key not in self._announced:
                     first = index * self._chunk

@@ -30,7 +30,8 @@ from kvferry.blocks.tolerance import (
     tolerances_for,
 )
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
+from kvferry.cache.deciding.hold import Hold
+from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
 from kvferry.record.check import MissReason
@@ -122,25 +123,10 @@ class Audits:
         sample = self._context.draw() if share else 1.0
         return sample / share if sample < share else None
 
-    def choose(self, keys: Sequence[ChunkKey], numbers: range, place: float | None) -> int | None:
-        """Choose the chunk of a hit to compare, by index; the hit then ends before it. None if the
-        hit is not audited.
-
-        The end of a hit costs least: one chunk is computed again. But if the beginning is wrong and
-        later records were computed on it, they agree with each other and the end shows nothing. So
-        one in n hits of n chunks is compared at its start, which costs one chunk more on average.
-        Chunks that this engine saved itself are passed over, but not in hits sampled at the rate of
-        the option `audit`.
-        """
-        if place is None:
-            return None
-        from_front = place * len(numbers) < 1
-        is_sampled = self._has_passed or place < (self._rate or 0.0)
-        for number in numbers if from_front else reversed(numbers):
-            slot = self._pool.find(keys[number])
-            if slot is None or not slot.is_save or is_sampled:
-                return number
-        return None
+    def is_sampled(self, place: float) -> bool:
+        """Whether a hit is compared for the share of the option `audit`, and not until one audit
+        passes: then chunks that this engine saved itself are compared, too."""
+        return self._has_passed or place < (self._rate or 0.0)
 
     def reserve(self, keys: Sequence[ChunkKey], whole: range, number: int) -> Audit | None:
         """Pin for the audit the record of a chunk (its request has a pin of its own) and a spare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from kvferry.cache.deciding.miss import Miss
 from kvferry.contract.messages import LookupMiss
 
 UNREADABLE_SECONDS = 60.0
@@ -26,27 +27,26 @@ class FailedKeys:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._failed: dict[bytes, tuple[float, LookupMiss, str, str]] = {}
+        self._failed: dict[bytes, tuple[float, Miss]] = {}
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._failed and self._clock() < self._failed[key][0]
 
-    def why(self, key: bytes) -> tuple[LookupMiss, str, str]:
-        """Return why a chunk that is here failed, details in words, and a `FaultKind` if a store
-        gave one."""
-        return self._failed[key][1:]
+    def why(self, key: bytes) -> Miss:
+        """Return why a chunk that is here failed."""
+        return self._failed[key][1]
 
     def add(
         self,
         keys: Iterable[bytes],
         seconds: float,
-        miss: LookupMiss,
+        reason: LookupMiss,
         why: str = "",
         kind: str = "",
     ) -> None:
         if len(self._failed) > MAX_FAILED:
             self._failed.clear()
-        self._failed.update(dict.fromkeys(keys, (self._clock() + seconds, miss, why, kind)))
+        self._failed.update(dict.fromkeys(keys, (self._clock() + seconds, Miss(reason, why, kind))))
 
     def discard(self, key: bytes) -> None:
         """Forget a chunk: it was stored again."""

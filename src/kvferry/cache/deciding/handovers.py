@@ -14,11 +14,12 @@ from __future__ import annotations
 import secrets
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.lookup import ABSENT, NO_HANDOVER, HandoverPlan, Short
+from kvferry.cache.deciding.miss import ABSENT, Miss
 from kvferry.cache.deciding.policy import ProducerWaits
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
 from kvferry.cache.deciding.save_plan import SavePlan
+from kvferry.cache.deciding.search import NO_HANDOVER, HandoverPlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
 from kvferry.contract.spec import Mode
@@ -69,9 +70,9 @@ class Handovers:
     ) -> HandoverPlan:
         """Add to a plan what may be waited for, and how long; or why nothing is."""
         chunk, stamp = request.keys.chunk_tokens, source.stamp
-        short = self._refusal(source, request)
-        if short.miss is not LookupMiss.ABSENT or not source.waits:
-            return plan._replace(short=short)
+        miss = self._refusal(source, request)
+        if miss.reason is not LookupMiss.ABSENT or not source.waits:
+            return plan._replace(miss=miss)
         num_chunks = -(-limit // chunk)  # a hit may end inside a chunk
         if source.num_tokens is not None:
             num_chunks = min(num_chunks, source.num_tokens // chunk)
@@ -89,10 +90,10 @@ class Handovers:
             is_held=is_held,
             until=until,
             latest=until if is_held else now + MOST_WAITS * seconds,
-            short=Short(LookupMiss.NOT_PRODUCED, "the rest did not come"),
+            miss=Miss(LookupMiss.NOT_PRODUCED, "the rest did not come"),
         )
 
-    def _refusal(self, source: KVSource, request: Request) -> Short:
+    def _refusal(self, source: KVSource, request: Request) -> Miss:
         """Return why the chunks of a source cannot be those of this prompt; ABSENT if they can."""
         stamp, keys = source.stamp, request.keys.keys
         if stamp is None:
@@ -104,10 +105,10 @@ class Handovers:
             is_same = stamp.namespace == namespace
             other = "" if is_same else f"its namespace is {stamp.namespace}, not {namespace}"
         if other:
-            return Short(LookupMiss.OTHER_PRODUCER, other)
+            return Miss(LookupMiss.OTHER_PRODUCER, other)
         last = -1 if stamp is None else stamp.num_chunks - 1
         if stamp is not None and last >= 0 and keys[last : last + 1] != [stamp.last_key]:
-            return Short(LookupMiss.OTHER_TOKENS, "it computed other tokens")
+            return Miss(LookupMiss.OTHER_TOKENS, "it computed other tokens")
         return ABSENT
 
     def answer(self, view: RequestView, request: Request) -> FinishResult:

@@ -13,7 +13,7 @@ Invariants:
 - A slot is assigned again only when no rank reads into it or writes from it any more: a late read
   cannot overwrite another chunk. Workers report the end of every operation.
 - A pinned slot keeps its chunk. A request pins the chunks that it waits for or was promised. Each
-  pin is in the `Hold` of its owner.
+  pin is in the `hold.Hold` of its owner.
 - Operations on one slot are ordered by the plans that name it: a slot that a plan loads from is
   unpinned when that plan is built, so only a later plan can assign it again.
 - A fetched chunk is verified before it is held; a saved one was computed here. Both are immutable
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.cache.deciding.loans import Loans
@@ -80,59 +80,6 @@ class Slot:
     def is_busy(self) -> bool:
         """Whether some rank may still read into it or write from it."""
         return self.num_filling > 0 or self.num_sealing > 0 or self.is_writing
-
-
-class Hold:
-    """The pins of one owner: a search, a load or an audit. They move to another owner as a whole
-    and are never copied, so each ends once. Runs in: scheduler thread.
-
-    Invariant: each slot in it has one pin of it.
-    """
-
-    __slots__ = ("_pool", "_slots")
-
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self._slots: list[Slot] = []
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
-
-    def __reversed__(self) -> Iterator[Slot]:
-        return reversed(self._slots)
-
-    def add(self, slot: Slot) -> None:
-        """Pin a slot."""
-        self._pool.pin(slot)
-        self._slots.append(slot)
-
-    def add_spare(self, first_token: int) -> Slot | None:
-        """Pin a slot for the copy of an audit, if one can be had (`HostPool.spare`)."""
-        slot = self._pool.spare(first_token)
-        if slot is not None:
-            self._slots.append(slot)
-        return slot
-
-    def keep_only(self, slots: Iterable[Slot]) -> None:
-        """Pin these slots and end the earlier pins, in this order: none of them is let go."""
-        before, self._slots = self._slots, []
-        for slot in slots:
-            self.add(slot)
-        self._pool.unpin_all(before)
-
-    def move(self) -> Hold:
-        """Hand all pins over to a new owner; this one has none any more."""
-        moved = Hold(self._pool)
-        moved._slots, self._slots = self._slots, moved._slots
-        return moved
-
-    def release(self) -> None:
-        """End all pins. Idempotent."""
-        before, self._slots = self._slots, []
-        self._pool.unpin_all(before)
 
 
 class HostPool:

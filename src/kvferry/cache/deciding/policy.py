@@ -87,6 +87,9 @@ class LoadDecision(NamedTuple):
     """Expected, for the whole hit."""
     compute_seconds: float
     """Expected, for the whole hit."""
+    is_trial: bool = False
+    """Whether all of it is loaded only to see whether a slow tier has recovered: then
+    `LoadPolicy.tries_slow` is to be called."""
 
 
 def _prefilled(scheduled: Sequence[ScheduledRequest], num_tokens: int) -> int:
@@ -183,7 +186,8 @@ class LoadPolicy:
         return any(speed.is_slow for speed in self.tiers.values())
 
     def worth_loading(self, tiers: Sequence[str | None], tokens: int) -> LoadDecision:
-        """Decide how much of a hit to load: all of it when a slow tier is tried again.
+        """Decide how much of a hit to load: all of it when a slow tier is tried again. Changes
+        nothing.
 
         Args:
             tiers: tier of each chunk, in the order of the prompt; None for a chunk in memory.
@@ -202,11 +206,14 @@ class LoadPolicy:
                 best, count = saved, index + 1
         worth = LoadDecision(count, load, len(tiers) * tokens / compute)
         if best - saved > SLACK_SECONDS:
-            now = self._clock()
-            if now < self._retry_slow_at:
+            if self._clock() < self._retry_slow_at:
                 return worth
-            self._retry_slow_at = now + RETRY_SLOW_SECONDS
+            return worth._replace(num_chunks=len(tiers), is_trial=True)
         return worth._replace(num_chunks=len(tiers))
+
+    def tries_slow(self) -> None:
+        """Learn that a hit is loaded from a slow tier. No other one is for some time."""
+        self._retry_slow_at = self._clock() + RETRY_SLOW_SECONDS
 
     def _load_seconds(self, tier: str | None, num_tokens: int, compute_seconds: float) -> float:
         """Expected time of a load; no more than computing takes, unless the tier is slow."""

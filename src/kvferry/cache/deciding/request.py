@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.cache.deciding.audits import Audit
-from kvferry.cache.deciding.host_pool import Hold
-from kvferry.cache.deciding.lookup import NO_HANDOVER, HandoverPlan, Search
+from kvferry.cache.deciding.hold import Hold
+from kvferry.cache.deciding.search import NO_HANDOVER, HandoverPlan, Search
 from kvferry.cache.messages import Load
 from kvferry.journal import JournalAnswer
 from kvferry.keys import ChunkKeys

@@ -23,7 +23,7 @@ class Requests:
         namespace: digest that roots the keys of new requests.
         by_id: the state of each request.
         at_work: those that have work for a plan, in the order in which they got it. Some may have
-            none any more, until `rest`.
+            none any more, until `planned`.
         unreadable: chunks that are not offered, although the store may seem to have them.
         refused: chunks that the store did not take.
     """
@@ -75,12 +75,16 @@ class Requests:
     @property
     def has_work(self) -> bool:
         """Whether some request has work for a plan."""
-        return any(request.has_work for request in self.at_work)
+        return bool(self.at_work) and any(request.has_work for request in self.at_work)
 
-    def rest(self) -> None:
-        """A plan was built: let go of those that have no work any more."""
-        for request in [each for each in self.at_work if not each.has_work]:
-            del self.at_work[request]
+    def planned(self) -> None:
+        """A plan was built, or could not be. It carries the loads; those that have no work any more
+        are let go of."""
+        for request in tuple(self.at_work):
+            if request.load is not None:
+                request.drop_load()
+            if not (request.is_saving or request.has_work):
+                del self.at_work[request]
 
     def behind(self, key: bytes) -> list[ChunkKey]:
         """Return the chunks of live requests from this one on. Rare; walks all live requests."""

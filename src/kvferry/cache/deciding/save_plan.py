@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
@@ -37,7 +37,7 @@ from kvferry.store.base import (
     PutResult,
 )
 from kvferry.store.recordio import NOT_FINITE
-from kvferry.types import ChunkKey, RequestView, ScheduledRequest, StepView
+from kvferry.types import ChunkKey, RequestView, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -89,28 +89,23 @@ class SavePlan:
         self.shared_writes.close()
         self.pins.close()
 
-    def plan(self, step: StepView) -> tuple[Save, ...]:
-        """The saves of this step. Costs nothing once every live prompt is saved."""
+    def plan(self, running: Sequence[tuple[ScheduledRequest, Request]]) -> tuple[Save, ...]:
+        """The saves of a step. Costs little once every live prompt is saved."""
         saves: list[Save] = []
         if self._context.spec.whole_items:
-            self._find_parts(step)
-        if self._requests.at_work:
-            by_id = self._requests.by_id
-            for item in step.scheduled:
-                request = by_id.get(item.request.request_id)
-                if request is None or not request.is_saving:
-                    continue
-                if request.saves_blocked or request.is_erased:
-                    continue
-                try:
-                    self._plan_request(item, request, saves)
-                except ContractError as error:
-                    # Not raised: the saves of other requests have slots and must be planned.
-                    logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
-                    self._context.observer.count("save_refused")
-                    request.is_saving = False
+            self._find_parts(running)
+        for item, request in running:
+            if not request.is_saving or request.saves_blocked or request.is_erased:
+                continue
+            try:
+                self._plan_request(item, request, saves)
+            except ContractError as error:
+                # Not raised: the saves of other requests have slots and must be planned.
+                logger.error("nothing more of %s is saved: %s", item.request.request_id, error)
+                self._context.observer.count("save_refused")
+                request.is_saving = False
         if saves and self.announcer is not None:
-            self.announcer.planned(saves, step, self._requests.by_id)
+            self.announcer.planned(saves, running)
         return tuple(saves)
 
     @property
@@ -155,13 +150,12 @@ class SavePlan:
             request.next_save += 1
         request.lacks_slot = False
 
-    def _find_parts(self, step: StepView) -> None:
-        """Learn which chunks are wrong because this step ends in an item. A host has it end there
+    def _find_parts(self, running: Iterable[tuple[ScheduledRequest, Request]]) -> None:
+        """Learn which chunks are wrong because a step ends in an item. A host has it end there
         after a hit of its own that did, and gives the blocks to later requests."""
-        for scheduled in step.scheduled:
-            view, size = scheduled.request, self._context.chunk_tokens
-            if (request := self._requests.by_id.get(view.request_id)) is None:
-                continue
+        size = self._context.chunk_tokens
+        for scheduled, request in running:
+            view = scheduled.request
             stop = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
             for item in view.extra_keys.items:
                 if item.offset < stop < item.offset + item.length:

@@ -23,12 +23,14 @@ from kvferry.cache.deciding.accounts import Accounts, Announcer, Refusal, explai
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.erased import Erased, is_of_request
 from kvferry.cache.deciding.handovers import Handovers
-from kvferry.cache.deciding.host_pool import Hold, HostPool, Slot
-from kvferry.cache.deciding.lookup import Lookup, Search, Short
+from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.miss import Miss
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
 from kvferry.cache.deciding.save_plan import SavePlan
+from kvferry.cache.deciding.search import Search
+from kvferry.cache.deciding.searches import Searches
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.deciding.weights_file import WeightsFile
 from kvferry.cache.messages import (
@@ -57,7 +59,7 @@ from kvferry.network import join_host
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
 from kvferry.store.erasures import names_of
-from kvferry.types import BlockTable, RequestView, StepView
+from kvferry.types import BlockTable, RequestView, ScheduledRequest, StepView
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +116,8 @@ class SharedStorageScheduler(SchedulerRole):
         self.audits = Audits(context, pool)
         unreadable = self.requests.unreadable
         patience = ProducerWaits(config.load_timeout_seconds, context.store.url)
-        self._lookup = Lookup(context, pool, unreadable, self.policy, self.audits, patience)
-        self._lookup.begin_epoch(namespace)
+        self._searches = Searches(context, pool, unreadable, self.policy, self.audits, patience)
+        self._searches.begin_epoch(namespace)
         announcer = (
             Announcer(context.store, schema.chunk_tokens) if spec.host_publishes_events else None
         )
@@ -160,7 +162,7 @@ class SharedStorageScheduler(SchedulerRole):
         before, self._state = self._state, state
         if state.epoch != before.epoch:
             self.requests.begin_epoch(state.namespace)
-            self._lookup.begin_epoch(state.namespace)
+            self._searches.begin_epoch(state.namespace)
             self.pool.clear()
             self.saves.begin_epoch()
 
@@ -182,7 +184,7 @@ class SharedStorageScheduler(SchedulerRole):
 
     def _track(self, view: RequestView) -> Request:
         request = self.requests.track(view)
-        limit = self._lookup.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
+        limit = self._searches.rules.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
         self._handovers.begin(view, request, limit)
         return request
 
@@ -191,7 +193,7 @@ class SharedStorageScheduler(SchedulerRole):
         now = self.context.clock()
         if request.probed_at is None or now - request.probed_at > REPROBE_SECONDS:
             request.probed_at = now
-            self._lookup.probe(request.keys.keys)
+            self._searches.probe(request.keys.keys)
 
     def _search(self, view: RequestView, request: Request) -> Search:
         """The search of a request, begun if there is none."""
@@ -199,7 +201,7 @@ class SharedStorageScheduler(SchedulerRole):
             most = view.options.max_load_tokens
             asked_at = request.probed_at or 0.0
             items = view.extra_keys.items if self.context.spec.whole_items else ()
-            request.search = self._lookup.begin(
+            request.search = self._searches.begin(
                 request.keys, request.handover, most, asked_at, items
             )
         return request.search
@@ -214,7 +216,7 @@ class SharedStorageScheduler(SchedulerRole):
             if request.handover.num_chunks:
                 request.queue()
         elif view.handover is not None:
-            self._lookup.probe(self._track(view).keys.keys)  # which chunks the store lacks
+            self._searches.probe(self._track(view).keys.keys)  # which chunks the store lacks
 
     def lookup(self, view: RequestView, num_local_tokens: int) -> LookupResult:
         self._follow_identity()
@@ -235,10 +237,8 @@ class SharedStorageScheduler(SchedulerRole):
         request.is_queued = False
         if not self._may_load(view):
             request.end_search()
-            miss = self._state.miss or LookupMiss.NOT_LOADING
-            search = self._search(view, request)
-            search.num_local, search.short = num_local_tokens, Short(miss)
-            return LookupResult(0, False, miss)
+            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING)
+            return self._searches.refuse(self._search(view, request), num_local_tokens, miss)
         started = time.perf_counter()
         answer = self._look_up(view, request, num_local_tokens)
         self.context.observer.observe("lookup", time.perf_counter() - started)
@@ -247,7 +247,7 @@ class SharedStorageScheduler(SchedulerRole):
     def _look_up(self, view: RequestView, request: Request, num_local: int) -> LookupResult:
         self._probe(request)
         search = self._search(view, request)
-        return self._lookup.answer(search, len(view.all_token_ids), num_local)
+        return self._searches.answer(search, len(view.all_token_ids), num_local)
 
     # -- allocation -----------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class SharedStorageScheduler(SchedulerRole):
             return
         request = self._track(view)
         request.admit()
-        search = request.search or Search(Hold(self.pool))
+        search = request.search or self._searches.none()
         load, stop = None, search.num_local
         if num_external_tokens > 0:
             hit = search.hit
@@ -272,12 +272,12 @@ class SharedStorageScheduler(SchedulerRole):
                 raise _never_promised(view, num_external_tokens)
             stop = hit.start + num_external_tokens
             blocks = self.context.tables.load_slices(block_ids, hit.start, stop)
-            chunks = self._lookup.chunks(search, hit.start, stop)
+            chunks = self._searches.chunks(search, hit.start, stop)
             load = Load(view.request_id, chunks, hit.start, stop, blocks)
             request.promise(load, search.pinned.move())
         if self._saves(view, request):
             request.save(0)
-        limit = self._lookup.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
+        limit = self._searches.rules.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
         if (
             request.search is not None or request.answer is None
         ):  # else a session goes on in its blocks
@@ -327,26 +327,20 @@ class SharedStorageScheduler(SchedulerRole):
         finally:
             # The plan carries the loads. If it could not be built, the guard reports them as
             # failed, and no later plan may carry them.
-            for request in self.requests.at_work:
-                request.drop_load()
-            self.requests.rest()
+            self.requests.planned()
 
     def _plan(self, step: StepView) -> Plan:
-        by_id = self.requests.by_id
-        for item in step.scheduled:
-            if not item.request.extra_keys.cacheable:
-                self.requests.follow(item.request)
-                continue
-            request = by_id.get(item.request.request_id)
-            if request is not None and request.uncached is not None:
-                self._admit_late(item.request)
+        running = self._find_running(step)
         self.saves.poll_writes()
-        saves = self.saves.plan(step) if self._state.miss is None else ()
-        saves += self._comparisons(step)
+        saves = self.saves.plan(running) if self._state.miss is None else ()
+        if running:
+            saves += self._comparisons(running)
         if saves:
             self.saves.await_reports()
-        self._fetch_early()
-        loads = tuple(each.load[0] for each in self.requests.at_work if each.load is not None)
+        loads: tuple[Load, ...] = ()
+        if self.requests.at_work:
+            self._fetch_early()
+            loads = tuple(each.load[0] for each in self.requests.at_work if each.load is not None)
         timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
         unchecked = self.audits.take_unchecked()
         if not (loads or saves or unchecked or timed or self.pool.has_orders):
@@ -366,15 +360,28 @@ class SharedStorageScheduler(SchedulerRole):
             first_namespace=self.identity.first,
         )
 
-    def _comparisons(self, step: StepView) -> tuple[Save, ...]:
-        """The saves of audited chunks that this step completes."""
-        saves, by_id = [], self.requests.by_id
-        for item in step.scheduled if self.requests.at_work else ():
-            request = by_id.get(item.request.request_id)
-            audit = None if request is None else request.audit
-            if audit is not None and audit.is_expected:
-                saves.append(self.audits.plan(item, audit))
-        return tuple(save for save in saves if save is not None)
+    def _find_running(self, step: StepView) -> list[tuple[ScheduledRequest, Request]]:
+        """The requests of a step that may be cached, and what is known of each."""
+        found, by_id = [], self.requests.by_id
+        for item in step.scheduled:
+            view = item.request
+            if not view.extra_keys.cacheable:
+                self.requests.follow(view)
+            elif (request := by_id.get(view.request_id)) is not None:
+                if request.uncached is not None:
+                    self._admit_late(view)
+                found.append((item, request))
+        return found
+
+    def _comparisons(self, running: Iterable[tuple[ScheduledRequest, Request]]) -> tuple[Save, ...]:
+        """The saves of audited chunks that a step completes."""
+        return tuple(
+            save
+            for item, request in running
+            if request.audit is not None
+            and request.audit.is_expected
+            and (save := self.audits.plan(item, request.audit)) is not None
+        )
 
     def _cancel_copies(self) -> None:
         """Take back saves and audits of a plan that could not be built: no rank will report
@@ -443,7 +450,7 @@ class SharedStorageScheduler(SchedulerRole):
                 missed[slot.key] = filled
         if missed:
             searches = (request.search for request in self.requests.by_id.values())
-            self._lookup.learn_missed(missed, searches)
+            self._searches.learn_missed(missed, searches)
         for key, filled in missed.items():
             if filled.missed == MissReason.NOT_FINITE:
                 self.audits.take_out(self.requests.behind(key), MissReason.NOT_FINITE)
@@ -482,10 +489,8 @@ class SharedStorageScheduler(SchedulerRole):
             if answer is not None:
                 self._accounts.ended(view, None, answer, self.policy.compute_rate)
             return explained(FREE_NOW, view, answer)
-        try:
-            result = self._close(view, request)
-        finally:
-            request.give_back()
+        request.give_back()
+        result = self._close(view, request)
         # Its whole prefix counts as used now: else the root, which is the oldest, would be evicted
         # first.
         self.context.store.touch(request.keys.keys)

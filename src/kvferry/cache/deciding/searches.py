@@ -1,0 +1,353 @@
+"""Carries out what look-ups decide: the only code that pins, fetches and asks for a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvferry.cache.config import RoleContext
+from kvferry.cache.deciding.audits import Audits
+from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS, FailedKeys
+from kvferry.cache.deciding.hold import Hold
+from kvferry.cache.deciding.host_pool import HostPool
+from kvferry.cache.deciding.lookup import Ask, Compute, Decision, Fetch, Lookup, Promise, Wait
+from kvferry.cache.deciding.miss import Miss
+from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
+from kvferry.cache.deciding.search import (
+    Asking,
+    Awaiting,
+    Fetching,
+    HandoverPlan,
+    Hit,
+    Search,
+    Settled,
+    Wanted,
+)
+from kvferry.cache.deciding.survey import Surveyor
+from kvferry.cache.messages import Filled, SlotChunk
+from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
+from kvferry.keys import ChunkKeys
+from kvferry.record.check import SOUND, MissReason
+from kvferry.store.backoff import Backoff
+from kvferry.store.base import ASK_SECONDS, ASKED, HERE
+from kvferry.types import ChunkKey, MultimodalItem
+
+FIRST_PAUSE_SECONDS = 0.01
+LAST_PAUSE_SECONDS = 0.25
+"""Bounds of the pause after which the store is asked again for chunks that are awaited. It doubles
+until one of them comes."""
+
+
+class Searches:
+    """The searches of an engine. Runs in: scheduler thread; no I/O.
+
+    Args:
+        pool: holds chunks in memory.
+        unreadable: chunks that are not offered, although the store may seem to have them.
+        policy: learns how fast loads are.
+        audits: says which hits are compared with what the engine computes.
+        patience: learns what came of the waits for other engines.
+
+    Attributes:
+        rules: how look-ups are decided.
+    """
+
+    def __init__(
+        self,
+        context: RoleContext,
+        pool: HostPool,
+        unreadable: FailedKeys,
+        policy: LoadPolicy,
+        audits: Audits,
+        patience: ProducerWaits,
+    ) -> None:
+        wait_seconds = context.config.load_timeout_seconds
+        self.rules = Lookup(context.tables, context.chunk_tokens, wait_seconds, policy)
+        self._chunk = context.chunk_tokens
+        self._context = context
+        self._store = context.store
+        self._observer = context.observer
+        self._all_groups = context.tables.all_groups
+        self._clock = context.clock
+        self._surveyor = Surveyor(context.tables, pool, self._store, unreadable)
+        self._pool = pool
+        self._unreadable = unreadable
+        self._policy = policy
+        self._audits = audits
+        self._patience = patience
+
+    def begin_epoch(self, namespace: bytes) -> None:
+        """Look up in another namespace from now on."""
+        self._store = self._context.store.in_namespace(namespace)
+        tables = self._context.tables
+        self._surveyor = Surveyor(tables, self._pool, self._store, self._unreadable)
+
+    def probe(self, keys: Sequence[ChunkKey]) -> None:
+        """Have the store find out what it has of a prompt."""
+        self._store.probe(keys)
+
+    def none(self) -> Search:
+        """The search of a request that was never looked up."""
+        return Search(Hold(self._pool), Backoff(self._clock, 0.0))
+
+    def begin(
+        self,
+        keys: ChunkKeys,
+        plan: HandoverPlan,
+        most: int | None,
+        asked_at: float,
+        items: tuple[MultimodalItem, ...],
+    ) -> Search:
+        """Begin a search for the chunks of a prompt, of which the store was asked what it has.
+        `most` tokens are loaded at most; the hit ends in none of `items`."""
+        place, now = self._audits.draw(), self._clock()
+        wanted = Wanted(keys.keys, plan, most, place, now, keys.mark, items)
+        looks = Backoff(self._clock, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
+        return Search(Hold(self._pool), looks, wanted, Asking(asked_at + ASK_SECONDS))
+
+    def refuse(self, search: Search, num_local: int, miss: Miss) -> LookupResult:
+        """Answer without a look at what there is."""
+        search.num_local = num_local
+        self._carry_out(search, self._ask(search, 0), Decision(Compute(miss)), frozenset())
+        return self._answer(search)
+
+    def answer(self, search: Search, num_tokens: int, num_local: int) -> LookupResult:
+        """Answer for a request of `num_tokens`, of which the engine has the first `num_local`."""
+        hit = search.hit
+        if hit is None or hit.start != num_local:
+            if self._nothing_came(search, num_local):
+                return ASK_AGAIN
+            search.withdraw()
+            search.num_local = num_local
+            if self._is_filling(search) or self._goes_on(search, num_tokens):
+                return ASK_AGAIN
+        return self._answer(search)
+
+    def _answer(self, search: Search) -> LookupResult:
+        hit, miss = search.hit, search.miss
+        reason = None if miss is None else miss.reason
+        if hit is None:
+            return LookupResult(0, False, reason)
+        if hit.audit is not None:
+            reason = LookupMiss.AUDIT
+        return LookupResult(hit.stop - hit.start, False, reason)
+
+    def _nothing_came(self, search: Search, num_local: int) -> bool:
+        """Whether a search waits for the same chunk as before, and the store has not answered, or
+        is not asked again yet. Nothing else matters till then: it may know thousands of chunks, and
+        each step looks."""
+        state = search.state
+        if num_local != search.num_local or not isinstance(state, Asking | Awaiting):
+            return False
+        is_awaiting = isinstance(state, Awaiting)
+        if is_awaiting and (search.wanted.plan.is_held or search.looks.is_over):
+            return False
+        if search.next_chunk is None or self._clock() >= state.until:
+            return False
+        key = search.wanted.keys[search.next_chunk]
+        if self._pool.find(key) is not None:
+            return False
+        where = self._store.where(key)
+        return where is not HERE if is_awaiting else where is ASKED
+
+    def _is_filling(self, search: Search) -> bool:
+        """Whether a fetch of the search goes on, in time. So nothing else matters."""
+        state = search.state
+        return isinstance(state, Fetching) and self._clock() < state.until and search.is_filling
+
+    # -- decisions ------------------------------------------------------------------------------
+
+    def _ask(self, search: Search, num_tokens: int) -> Ask:
+        wanted, worth, now = search.wanted, search.worth, self._clock()
+        return Ask(
+            wanted,
+            num_tokens,
+            search.num_local,
+            now,
+            search.withdraw(),
+            worth,
+            is_chosen=bool(search.fetched) or worth is not None,
+            is_due=now >= search.looks.until,
+            audits_own=wanted.place is not None and self._audits.is_sampled(wanted.place),
+        )
+
+    def _goes_on(self, search: Search, num_tokens: int) -> bool:
+        """Decide, and carry that out. Whether the host must ask again. If memory or the store
+        cannot do what was decided, it is decided again."""
+        keys, first = search.wanted.keys, search.num_local // self._chunk
+        ask: Ask | None = self._ask(search, num_tokens)
+        with_faults = search.wanted.plan.miss.reason is LookupMiss.ABSENT  # else that is why
+        late = self._late(search)
+        while ask is not None:
+            with_tiers = self.rules.is_choosing(ask)
+            survey = self._surveyor.survey(
+                keys, first, with_tiers=with_tiers, with_faults=with_faults
+            )
+            ask = self._carry_out(search, ask, self.rules.decide(survey, ask), late)
+        return not isinstance(search.state, Settled)
+
+    def _carry_out(
+        self, search: Search, ask: Ask, decision: Decision, late: frozenset[str]
+    ) -> Ask | None:
+        """Do what was decided. None if that is done, else the look-up to decide again."""
+        act = decision.act
+        search.miss = act.miss
+        if decision.came:
+            self._patience.came()
+            search.looks.succeeded()
+        if isinstance(act, Wait) and (again := self._question(search, ask, act)) is not None:
+            return again
+        if decision.worth is not None:
+            search.worth = decision.worth
+        if decision.is_trial:
+            self._policy.tries_slow()
+        if isinstance(act, Wait):
+            search.state, search.next_chunk = act.state, act.next_chunk
+            if act.hit is not None:
+                self._bring(search, act.hit, act.brings)
+            return None
+        if isinstance(act, Fetch):
+            search.state = act.state
+            self._bring(search, act.hit, act.hit.numbers)
+            if search.is_filling or self._pool.num_taken > len(search.pinned):
+                return None  # a fetch will end, or another request will release its slots
+            chosen = ask._replace(worth=search.worth, is_chosen=True)
+            return chosen._replace(state=act.state, in_vain=act.stop)
+        hit = None
+        if isinstance(act, Promise) and (hit := self._pinned(search, act.hit)) is None:
+            return ask._replace(worth=search.worth, is_chosen=True, has_spare=False)
+        self._settle(search, hit, late)
+        return None
+
+    def _question(self, search: Search, ask: Ask, act: Wait) -> Ask | None:
+        """Ask the store what a wait wants to know. If there is no store in which the chunks may
+        appear, return the look-up to decide again."""
+        if isinstance(ask.state, Awaiting) and isinstance(act.state, Asking):
+            wait = act.state.before
+            if not (ask.wanted.plan.is_held or (wait is not None and wait.has_come)):
+                self._patience.in_vain(ask.now)
+        if act.asks:
+            asked = search.wanted.keys[act.asks.start : act.asks.stop]
+            if not self._store.probe(asked, again=True):
+                state = ask.state
+                if isinstance(act.state, Asking):
+                    state = search.state = act.state._replace(until=ask.now)
+                return ask._replace(state=state, may_appear=False)
+            search.looks.failed()
+        return None
+
+    def _settle(self, search: Search, hit: Hit | None, late: frozenset[str]) -> None:
+        """Enter `Settled` with a hit that is pinned, or with none."""
+        if hit is None:
+            search.pinned.release()
+        else:
+            self._observer.observe("promise", self._clock() - search.wanted.began_at)
+        self._learn(search, late)
+        search.state = Settled(hit, search.withdraw())
+
+    def chunks(self, search: Search, start: int, stop: int) -> tuple[SlotChunk, ...]:
+        """The chunks of a promised hit, or of a part of it, with their slots."""
+        slots = {slot.first_token: slot for slot in search.pinned}
+        firsts = (number * self._chunk for number in self.rules.numbers(start, stop))
+        return tuple(SlotChunk(slots[first].index, slots[first].key, first) for first in firsts)
+
+    # -- slots ----------------------------------------------------------------------------------
+
+    def _bring(self, search: Search, hit: Hit, numbers: range) -> None:
+        """Pin some chunks of a hit, and fetch those that are not held.
+
+        The chunks that are held are pinned first, so that none of them loses its slot to another
+        chunk of the same hit.
+        """
+        wanted = search.wanted
+        keys = wanted.keys
+        for number in numbers if wanted.plan.lends else ():
+            if not self._pool.holds(keys[number], self._all_groups):
+                self._pool.drop(keys[number])  # a chunk that comes in parts is not lent
+        self._pin_only(search, numbers)
+        for number in numbers:
+            key, groups = keys[number], self.rules.groups(wanted, number, hit)
+            if self._pool.holds(key, groups):
+                continue
+            before = self._pool.find(key)
+            looks = wanted.place is not None  # what is audited is looked at altogether
+            slot = self._pool.fetch(
+                key, number * self._chunk, groups, wanted.mark, looks_at_values=looks
+            )
+            if slot is None:
+                break
+            if before is None:
+                search.pinned.add(slot)
+            if not slot.is_save:
+                search.fetched[key] = self._store.tier_of(key)
+
+    def _pin_only(self, search: Search, numbers: range) -> None:
+        """Pin those of the chunks that have slots, then end the earlier pins of the search."""
+        slots = map(self._pool.find, search.wanted.keys[numbers.start : numbers.stop])
+        search.pinned.keep_only(filter(None, slots))
+
+    def _pinned(self, search: Search, hit: Hit) -> Hit | None:
+        """Pin exactly the chunks that a hit needs, all of them held, and what its audit needs. None
+        if there is no slot for the copy of the audit."""
+        self._pin_only(search, hit.numbers)
+        if hit.audited is None:
+            return hit
+        audit = self._audits.reserve(search.wanted.keys, hit.whole, hit.audited)
+        return None if audit is None else hit._replace(audit=audit)
+
+    # -- what a search showed -------------------------------------------------------------------
+
+    def _late(self, search: Search) -> frozenset[str]:
+        """The tiers that were too slow: a fetch of one of their chunks has not ended in time."""
+        if not isinstance(search.state, Fetching):
+            return frozenset()
+        tiers = (search.fetched.get(slot.key) for slot in search.pinned if slot.filling)
+        return frozenset(tier for tier in tiers if tier is not None)
+
+    def _learn(self, search: Search, late: Iterable[str]) -> None:
+        """The search settles: tell the policy how fast the tiers brought what is promised, and
+        which of them were `late`."""
+        if isinstance(search.state, Fetching):
+            for slow in late:
+                tokens = self._chunk * sum(each == slow for each in search.fetched.values())
+                self._policy.saw_slow_load(slow, tokens, self._clock() - search.state.since)
+        loads: dict[str, tuple[int, float]] = {}
+        for slot in search.pinned if search.fetched else ():
+            tier = search.fetched.get(slot.key)
+            if tier is not None:
+                tokens, seconds = loads.get(tier, (0, 0.0))
+                loads[tier] = tokens + self._chunk, max(seconds, slot.seconds)
+                slot.seconds = 0.0  # measured once
+        search.loads.update(loads)
+        for tier, (tokens, seconds) in loads.items():
+            self._policy.saw_load(tier, tokens, seconds)
+
+    def learn_missed(
+        self, missed: Mapping[ChunkKey, Filled], searches: Iterable[Search | None]
+    ) -> None:
+        """Learn that a rank could not read some chunks. They are not offered for some time, unless
+        one of the searches waits for them: chunks that a peer may have soon are asked for, and what
+        failed is read again."""
+        now = self._clock()
+        waiting = [each for each in searches if each is not None and now < each.wanted.plan.latest]
+        held = [each for each in waiting if each.wanted.plan.is_held]
+        soon: set[ChunkKey] = set()
+        for key, filled in missed.items():
+            fault, reason = filled.missed or "", LookupMiss.DAMAGED
+            if fault == MissReason.ABSENT:
+                reason = LookupMiss.VANISHED
+                if any(key in search.fetched for search in held):
+                    soon.add(key)
+                    continue
+            elif fault == MissReason.IO_ERROR:
+                reason = LookupMiss.AWAY
+                if any(key in search.fetched and search.reads_again() for search in waiting):
+                    continue
+            elif fault == MissReason.NOT_FINITE:
+                reason = LookupMiss.NOT_FINITE
+            is_sound = fault in SOUND
+            seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS
+            why = filled.detail if is_sound else fault
+            self._unreadable.add((key,), seconds, reason, why, filled.kind)
+        for search in held if soon else ():
+            # One question for all, as a store asks for the rest only if it has the first ones.
+            self._store.probe([key for key in search.wanted.keys if key in soon], again=True)
