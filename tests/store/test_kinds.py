@@ -6,6 +6,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,32 @@ KIND = replace(toy.KIND, open=open_it)
         assert store.where(make_key()) is Where.ABSENT
     assert any(said in line for line in caplog.messages)
     assert any(f"blobs.open_it failed: {said}" in line for line in found("blobs://shelf"))
+
+
+@pytest.mark.parametrize("method", ["where", "read", "put", "catalogues"])
+@pytest.mark.parametrize("fault", ["raise KeyError('secret')", "return 3.5"])
+def test_a_store_of_ones_own_is_named_by_class_and_method_by_engines_and_doctor(
+    install: Install, found, caplog: pytest.LogCaptureFixture, method: str, fault: str
+) -> None:
+    """One that is no server of names, and so no client is guarded in it."""
+    code = f"""
+from dataclasses import replace
+from kvferry.store.memory import MemoryStore
+from tests.store import toy
+class Shelf(MemoryStore):
+    def {method}(self, *_args, **_options):
+        {fault}
+KIND = replace(toy.KIND, open=lambda *_: Shelf())
+"""
+    install("blobs", code, blobs="blobs:KIND")
+    with open_store("blobs://shelf", start_seconds=0.2) as store:
+        store.put(make_key(), [b"value"])
+        assert store.where(make_key()) in (Where.ABSENT, Where.HERE)
+        with suppress(StoreError):
+            store.read(make_key(), ())
+        with suppress(StoreError):
+            store.catalogue()
+    assert any(f"Shelf.{method} failed" in line for line in caplog.messages)
+    lines = found("blobs://shelf")
+    assert any(f"Shelf.{method} failed" in line for line in lines)
+    assert not any("secret" in line for line in (*lines, *caplog.messages))

@@ -29,11 +29,12 @@ from kvferry.store.base import Store, Where
 from kvferry.store.catalogue import Entry, StoredBytes
 from kvferry.store.faults import fault_kind
 from kvferry.store.file.directory import record_path
+from kvferry.store.guarded import calls_of
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.kinds import kind_of
 from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
-from kvferry.store.servers.remote import RemoteClient, calls_of
+from kvferry.store.servers.remote import RemoteClient
 from kvferry.store.url import open_one, parse_store_url, read_options
 from kvferry.survey import differences, differences_of_model, of_hosts, survey, unread
 from kvferry.types import ChunkKey, KVGroup

@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from typing import TypeVar
 
 from kvferry import network
-from kvferry.errors import FaultKind, KVError, StoreError
+from kvferry.errors import ContractError, FaultKind, KVError, StoreError
 from kvferry.filesystem import why_refused
 from kvferry.observe import Observer
-from kvferry.store.base import Put
+from kvferry.store.base import NO_DEADLINE, Put
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +104,49 @@ class Faults:
                 return False
             self._logged[what, kind] = now
             return True
+
+
+class Guard:
+    """The boundary of an object that somebody else wrote: what its methods raise besides
+    StoreError is named by class and method.
+
+    Attributes:
+        calls: its calls under way: class and method, and deadline. Whoever names one that does not
+            end takes it out.
+    """
+
+    def __init__(self, guarded: object, faults: Faults) -> None:
+        self._name = type(guarded).__name__
+        self._faults = faults
+        self.calls: dict[object, tuple[str, float]] = {}
+
+    def of(self, guarded: object) -> Guard:
+        """The guard of another object of the same store."""
+        return Guard(guarded, self._faults)
+
+    @contextmanager
+    def __call__(self, method: str, deadline: float = NO_DEADLINE) -> Iterator[None]:
+        said, call = f"{self._name}.{method}", object()
+        self.calls[call] = said, deadline
+        try:
+            with self._faults.guard(f"client_{method}", f"{said} failed", passes=StoreError):
+                yield
+        finally:
+            self.calls.pop(call, None)
+
+
+def checked(is_answer: bool, answer: T) -> T:
+    """Return an answer, if it is one; else raise ContractError."""
+    if not is_answer:
+        shown = type(answer).__name__
+        if isinstance(answer, Sized) and not isinstance(answer, str | bytes):
+            shown += f" of {len(answer)}"
+        raise ContractError(f"it returned a {shown}, which is no answer to it")
+    return answer
+
+
+def is_size(size: object) -> bool:
+    return type(size) is int and size >= 0
 
 
 def fault_kind(error: BaseException) -> FaultKind:

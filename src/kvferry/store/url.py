@@ -18,6 +18,7 @@ from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store, ValueCheck
 from kvferry.store.faults import Faults
+from kvferry.store.guarded import guarded
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
 from kvferry.store.kinds import MODULES, find_kind, kind_of, schemes
 from kvferry.store.tiers.health import Patience
@@ -275,14 +276,16 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
         return _open_tiers(tiers, opening, None, lambda: (opening.namespace, None), None)
     (parsed,) = tiers
     kind, options = kind_of(parsed.scheme), read_options(parsed)
-    faults = Faults(str(parsed), opening.observer, time.monotonic, is_of_client=bool(kind.hosts))
-    said = "cannot be opened" if parsed.scheme in MODULES else f"{_name_of(kind.open)} failed"
+    is_ours = parsed.scheme in MODULES
+    is_of_client = bool(kind.hosts) or not is_ours
+    faults = Faults(str(parsed), opening.observer, time.monotonic, is_of_client=is_of_client)
+    said = "cannot be opened" if is_ours else f"{_name_of(kind.open)} failed"
     with faults.guard("open", said, passes=(ConfigError, StoreError), is_logged=False):
         store: object = kind.open(parsed, options, opening)
     if not isinstance(store, Store):
         what = f"it returned a {type(store).__name__}, not a store"
         raise StoreError(FaultKind.BUG, f"{parsed}: {said}: {what}")
-    return store
+    return store if is_ours else guarded(store, faults)
 
 
 def _name_of(opener: Callable[..., object]) -> str:

@@ -10,12 +10,11 @@ import copy
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
-from kvferry.errors import ContractError, Fault, FaultKind, StoreError
-from kvferry.observe import Observer
+from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.store.base import (
     CLOSED,
     EXISTS,
@@ -26,11 +25,10 @@ from kvferry.store.base import (
     PutResult,
     ReadRange,
     RecordBytes,
-    Store,
     Where,
 )
 from kvferry.store.catalogue import Catalogue, Contract, Entry, GcReport, Removal, StoredBytes
-from kvferry.store.faults import Faults
+from kvferry.store.faults import Faults, Guard, checked, is_size
 from kvferry.store.kind import Opening, ServerBounds, StoreUrl
 from kvferry.store.maintenance import shrink
 from kvferry.store.servers.server_keys import ServerStore
@@ -90,82 +88,50 @@ class RemoteClient(Contract, ABC):
 
 
 class _GuardedClient(RemoteClient):
-    """A client whose every call ends with an answer of the right kind, or with StoreError. An error
-    that the client did not foresee, or an answer that is none, is named by its class and method.
+    """A client whose every call ends with an answer of the right kind, or with StoreError."""
 
-    Attributes:
-        calls: see `calls_of`.
-    """
-
-    def __init__(
-        self, client: RemoteClient, url: str, observer: Observer, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, client: RemoteClient, faults: Faults) -> None:
         self.inner = client
-        self.calls: dict[object, tuple[str, float]] = {}
-        self._faults = Faults(url, observer, clock, is_of_client=True)
-
-    @contextmanager
-    def _guard(self, method: str, deadline: float = NO_DEADLINE) -> Iterator[None]:
-        said, call = f"{type(self.inner).__name__}.{method}", object()
-        self.calls[call] = said, deadline
-        try:
-            with self._faults.guard(f"client_{method}", f"{said} failed", passes=StoreError):
-                yield
-        finally:
-            self.calls.pop(call, None)
+        self.guard = Guard(client, faults)
 
     def read(self, name: str, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        with self._guard("read", deadline):
+        with self.guard("read", deadline):
             size = self.inner.read(name, ranges, deadline)
-            return _checked(size is None or _is_size(size), size)
+            return checked(size is None or is_size(size), size)
 
     def put(
         self, name: str, buffers: Sequence[Buffer], deadline: float, *, replaces: bool = False
     ) -> PutResult:
-        with self._guard("put", deadline):
+        with self.guard("put", deadline):
             result = self.inner.put(name, buffers, deadline, replaces=replaces)
-            return _checked(isinstance(result, PutResult), result)
+            return checked(isinstance(result, PutResult), result)
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
-        with self._guard("exists", deadline):
+        with self.guard("exists", deadline):
             found = self.inner.exists(names, deadline)
-            return _checked(isinstance(found, list) and len(found) == len(names), found)
+            return checked(isinstance(found, list) and len(found) == len(names), found)
 
     def delete(self, name: str, deadline: float) -> bool:
-        with self._guard("delete", deadline):
+        with self.guard("delete", deadline):
             was_there = self.inner.delete(name, deadline)
-            return _checked(isinstance(was_there, bool), was_there)
+            return checked(isinstance(was_there, bool), was_there)
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
-        with self._guard("scan", deadline):
+        with self.guard("scan", deadline):
             for found in self.inner.scan(prefix, deadline):
                 name, num_bytes, last_used = found
-                is_entry = isinstance(name, str) and _is_size(num_bytes)
-                _checked(is_entry and isinstance(last_used, int | float), found)
+                is_entry = isinstance(name, str) and is_size(num_bytes)
+                checked(is_entry and isinstance(last_used, int | float), found)
                 yield found
 
     def facts(self) -> dict[str, int | bool | None]:
-        with self._guard("facts"):
+        with self.guard("facts"):
             found = self.inner.facts()
-            return _checked(isinstance(found, dict), found)
+            return checked(isinstance(found, dict), found)
 
     def close(self) -> None:
-        with suppress(StoreError), self._guard("close"):
+        with suppress(StoreError), self.guard("close"):
             self.inner.close()
-
-
-def _checked(is_answer: bool, answer: T) -> T:
-    """Return an answer, if it is one."""
-    if not is_answer:
-        shown = type(answer).__name__
-        if isinstance(answer, Sized) and not isinstance(answer, str | bytes):
-            shown += f" of {len(answer)}"
-        raise ContractError(f"it returned a {shown}, which is no answer to it")
-    return answer
-
-
-def _is_size(size: object) -> bool:
-    return type(size) is int and size >= 0
 
 
 class _Texts:
@@ -249,7 +215,9 @@ class RemoteStore(ServerStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(url, opening, clock)
-        self._client = _GuardedClient(client, url, opening.observer, clock)
+        self._client = _GuardedClient(
+            client, Faults(url, opening.observer, clock, is_of_client=True)
+        )
         self._prefix = prefix
         self._namespace = opening.namespace
         self._size = opening.record_bytes
@@ -343,6 +311,11 @@ class RemoteStore(ServerStore):
         return [RemoteCatalogue(self, self._client, self._prefix, self._texts)]
 
     @property
+    def guard(self) -> Guard:
+        """The guard of the client."""
+        return self._client.guard
+
+    @property
     def is_closed(self) -> bool:
         return self._closed
 
@@ -430,9 +403,3 @@ class RemoteCatalogue(Catalogue):
 
 def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:
     return RemoteStore(str(url), client, opening, prefix=url.path and f"{url.path}/")
-
-
-def calls_of(store: Store) -> dict[object, tuple[str, float]]:
-    """The calls of a store's client that are under way: class and method, and deadline. Whoever
-    names one that does not end takes it out. Empty for a store without a client."""
-    return store._client.calls if isinstance(store, RemoteStore) else {}

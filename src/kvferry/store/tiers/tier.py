@@ -33,8 +33,8 @@ from kvferry.store.base import (
 )
 from kvferry.store.erasures import Erasures
 from kvferry.store.faults import Faults
+from kvferry.store.guarded import calls_of
 from kvferry.store.kinds import is_peer
-from kvferry.store.servers.remote import calls_of
 from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.types import ChunkKey
 
