@@ -127,6 +127,7 @@ class Engine:
         self.parts: list[PrefixCache] = []
         self.is_closed = False
         self._random = random.Random(f"engine {shape.name} {seed}")
+        self._has_quota = any("max_bytes" in url for url in shape.tiers)
         self._namespaces: set[bytes] = set()
         self._inbox: deque[Callable[[Host], object]] = deque()
         self._woken = Event(loop)
@@ -277,7 +278,7 @@ class Engine:
         except AssertionError as error:
             raise Wrong("pool", f"of {self.name}: {error}") from error
         self._check_ledger()
-        for tier in self.parts[0].store.tiers():
+        for tier in self.parts[0].store.tiers() if self._has_quota else ():
             most = tier.stat.max_bytes
             if most is not None and tier.stat.used_bytes > most:
                 raise Wrong("quota", f"{tier.name} of {self.name}: {tier.stat}")

@@ -150,7 +150,7 @@ class Watch(Protocol):
         """These tokens of a request come from the connector."""
 
     def after_step(self) -> None:
-        """A step has ended."""
+        """A step has ended that computed or reported something."""
 
 
 @dataclass(slots=True)
@@ -390,8 +390,8 @@ class Host:
             self._late = step
         else:
             self._update(step)
-        self._watch.after_step()
         if step.scheduled or not step.output.is_empty():
+            self._watch.after_step()
             self._idle = IDLE_SECONDS
         else:
             self.loop.sleep(self._idle * self._random.uniform(0.5, 1.5))
