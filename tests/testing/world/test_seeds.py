@@ -30,10 +30,12 @@ def test_everything_holds_in_a_scenario(name, capsys):
 
 def test_a_world_is_the_same_in_every_process():
     code = (
-        "from kvferry.testing.world.seeds import draw\n"
+        "from kvferry.testing.world.named import SCENARIOS\n"
         "from kvferry.testing.world.running import run, worlds\n"
+        "from kvferry.testing.world.seeds import draw\n"
+        "lived = [*SCENARIOS.values(), *map(draw, range(5))]\n"
         "with worlds() as seam:\n"
-        "    print([run(draw(seed), seam).digest for seed in (3, 4, 5, 6)])\n"
+        "    print([run(scenario, seam).digest for scenario in lived])\n"
     )
     said = [
         subprocess.run(
@@ -46,7 +48,8 @@ def test_a_world_is_the_same_in_every_process():
         for number in ("1", "2")
     ]
     with worlds() as seam:
-        here = [run(draw(seed), seam).digest for seed in (3, 4, 5, 6)]
+        lived = [*SCENARIOS.values(), *map(draw, range(5))]
+        here = [run(scenario, seam).digest for scenario in lived]
     assert said == [f"{here}\n"] * 2
 
 

@@ -37,6 +37,8 @@ class EngineShape:
         options: other options of the cache, but for the slots.
         num_slots: chunks that host memory holds.
         num_groups: KV groups of the model: engines that differ in this share nothing.
+        names_weights: whether a file names the weights that run, so that a reset need not end the
+            use of what is stored.
         strict: whether whatever a hook raises ends the scenario, as it should unless it is part of
             that.
     """
@@ -52,6 +54,7 @@ class EngineShape:
     mode: Mode = Mode.BOTH
     recomputes: bool = False
     strict: bool = True
+    names_weights: bool = False
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -102,6 +105,7 @@ class WorldWatch(Protocol):
 
     def computed(self, engine: Engine, item: Scheduled) -> None: ...
     def loaded(self, engine: Engine, request: HostRequest, start: int, stop: int) -> None: ...
+    def weights_file(self, engine: str) -> str: ...
 
 
 class Engine:
@@ -189,6 +193,16 @@ class Engine:
 
         self.tell(begin)
 
+    def sleep(self, seconds: float, weights: int) -> None:
+        """It loses its KV memory for a while; other weights may be loaded meanwhile."""
+
+        def begin(host: Host) -> None:
+            self.weights = weights
+            host.sleep(seconds, weights)
+            self._namespaces.add(self.scheduler.requests.namespace)
+
+        self.tell(begin)
+
     def end(self) -> None:
         """Close it, after the step under way; its requests are aborted."""
         self.is_ending = True
@@ -223,6 +237,8 @@ class Engine:
             "audit": "off",
             **shape.options,
         }
+        if shape.names_weights:
+            options["weights_version_file"] = self.watch.weights_file(self.name)
         specs = [shape.spec(rank, self.weights) for rank in range(shape.world_size)]
         self.parts = [
             PrefixCache(spec, options, self.observer, has_scheduler=rank == 0)
@@ -296,7 +312,11 @@ class Engine:
             raise Wrong("ledger", f"of {self.name}, counted and true: {wrong}")
 
     def _check_rest(self) -> None:
-        """What holds once nothing is to be done: no slot is in use for anything."""
-        pool = self.scheduler.pool
-        if pool.num_taken and not (pool.is_filling or pool.is_writing):
-            raise Wrong("pool", f"{self.name} is at rest, and {pool.num_taken} slots are pinned")
+        """What holds once nothing is to be done: nobody has a pin."""
+        if num_pins := self.scheduler.pool.num_pins:
+            raise Wrong("pool", f"{self.name} is at rest, and {num_pins} pins are left")
+
+    def check_slots(self) -> None:
+        """What holds once everything works and has settled: no slot is in use for anything."""
+        if num_taken := self.scheduler.pool.num_taken:
+            raise Wrong("pool", f"{self.name} has settled, and {num_taken} slots are in use")

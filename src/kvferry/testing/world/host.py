@@ -233,6 +233,20 @@ class Host:
                 request.seeds.clear()
         self.role.reset()
 
+    def sleep(self, seconds: float, weights: int) -> None:
+        """Lose all KV memory for a while, as an engine that sleeps; then go on, perhaps with other
+        weights."""
+        late, self._late = self._late, None
+        if late is not None:
+            self._update(late)
+        self.reset(weights)
+        for driver, _ in self.ranks:
+            driver.role.unregister_kv_caches()
+        self.loop.sleep(seconds)
+        for driver, kv in self.ranks:
+            kv.poison(range(self.shape.num_blocks))
+            driver.role.register_kv_caches(kv.tensors)
+
     @property
     def has_work(self) -> bool:
         is_due = self._finished or self._late is not None

@@ -45,7 +45,7 @@ NEVER = {
     "save_not_finite": ("glitch",),
     "load_failed_chunks": ("break_load", "break_plan", "glitch", "reset_within"),
     "save_failed": (*_OUTAGES, "erase"),
-    "store_probe_failed": (*_OUTAGES, "reset", "reset_within"),  # a peer refuses others
+    "store_probe_failed": (*_OUTAGES, "reset", "reset_within", "sleep"),  # a peer refuses others
 }
 """Counters that stay at 0, unless one of these things happened."""
 
@@ -105,7 +105,9 @@ def _check_liveness(world: World, engine: Engine) -> None:
     that had refused a value, since it has taken another."""
     if engine.shape.mode is Mode.BOTH:
         _check_hits(world, engine)
-    is_reset = world.happened["reset"] or world.happened["reset_within"]
+    world.loop.sleep(10.0)
+    engine.check_slots()
+    is_reset = any(world.happened[what] for what in ("reset", "reset_within", "sleep"))
     is_peer_lost = is_reset or any(
         world.happened[f"fault {what}"] for what in ("flip", "cut")
     )  # another model is served there, or wrong records came: it stays away by design

@@ -76,11 +76,9 @@ def run(scenario: Scenario, seam: Seam) -> Outcome:
     seam.random = random.Random(f"seam {scenario.seed}")
     media, peers = seam.media, seam.peers = Media(loop), Peers(loop, scenario.seed)
     files = ExitStack()
-    directory, seam.epoch = "", EPOCH
-    if scenario.has_files:
-        place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        directory = files.enter_context(TemporaryDirectory(prefix="kvferry-world-", dir=place))
-        seam.epoch = float(int(time.time()))
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    directory = files.enter_context(TemporaryDirectory(prefix="kvferry-world-", dir=place))
+    seam.epoch = float(int(time.time())) if scenario.has_files else EPOCH
     world = seam.world = World(scenario, loop, media, peers, seam.wall, directory)
     failure: Wrong | None = None
     with _watched() as errors:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvferry.contract.spec import Mode
 from kvferry.store.kinds import is_private
 from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.host import HostShape
@@ -87,6 +88,8 @@ def _engine(
         world_size=world_size,
         recomputes=rng.random() < 0.5,
         strict=rng.random() < 0.8,
+        names_weights=rng.random() < 0.3,
+        mode=rng.choice((Mode.BOTH,) * 8 + (Mode.READ, Mode.WRITE)),
     )
 
 
@@ -101,6 +104,7 @@ _WEIGHTS = {
     "kill": 3,
     "restart": 3,
     "reset": 4,
+    "sleep": 3,
     "glitch": 3,
     "break_load": 4,
     "break_plan": 2,
@@ -150,6 +154,8 @@ def _given(
         return name, rng.randrange(1, 4)
     if what == "erase":
         return (rng.choice(SALTS),)
+    if what == "sleep":
+        return name, round(3 * rng.random(), 3), rng.random() < 0.4
     if what == "reset":
         return name, rng.random() < 0.6
     return name, round(5 * rng.random(), 3)

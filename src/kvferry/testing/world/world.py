@@ -156,8 +156,20 @@ class World:
     def reset(self, engine: str, changes: bool) -> None:
         """The weights of an engine change in place, or are loaded once more."""
         if (running := self._running(engine)) is not None:
-            self.weights[engine] += changes
-            running.reset(self.weights[engine])
+            running.reset(self._change_weights(engine, changes))
+
+    def sleep(self, engine: str, seconds: float, changes: bool) -> None:
+        """An engine gives up its KV memory for a while, and perhaps wakes with other weights."""
+        if (running := self._running(engine)) is not None:
+            running.sleep(seconds, self._change_weights(engine, changes))
+
+    def _change_weights(self, engine: str, changes: bool) -> int:
+        self.weights[engine] += changes
+        Path(self.weights_file(engine)).write_text(f"weights {self.weights[engine]}")
+        return self.weights[engine]
+
+    def weights_file(self, engine: str) -> str:
+        return f"{self.directory}/{engine}.weights"
 
     def glitch(self, engine: str) -> None:
         """The device computes NaN for the next request that runs."""
@@ -195,11 +207,11 @@ class World:
                 if found:
                     del medium.values[name]
             medium.values[NOTICE] = said.encode()
-        if self.directory:
+        if self.scenario.has_files:
             self.loop.spawn(lambda: self._erase_files(known), "erase", owner="operator")
 
     def _erase_files(self, known: set[str]) -> None:
-        for place in sorted(Path(self.directory).iterdir()):
+        for place in sorted(each for each in Path(self.directory).iterdir() if each.is_dir()):
             store = open_one(f"file://{place}", Opening(index=False, may_create=False))
             with store:
                 names = set[str]()
@@ -305,7 +317,9 @@ class World:
         shape = next(each for each in self.scenario.engines if each.name == name)
         self._num_runs += 1
         seed = f"{self.scenario.seed} {self._num_runs}"
-        engine = Engine(self.loop, shape, seed, self.weights.setdefault(name, 0), self)
+        self.weights.setdefault(name, 0)
+        self._change_weights(name, changes=False)
+        engine = Engine(self.loop, shape, seed, self.weights[name], self)
         self.engines[name] = engine
         return engine
 

@@ -1,0 +1,35 @@
+"""Worlds find bugs that are put into kvferry. `seeded_bugs` runs all of them; here are a few."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from .seeded_bugs import BUGS, SRC, applied
+
+QUICK = [
+    "a load keeps its pins after its plan",
+    "a hit ends inside of a block",
+    "requests keep their old keys after a reset",
+    "a reason is counted twice",
+]
+
+
+@pytest.mark.slow
+def test_every_bug_still_has_its_place():
+    for bug in BUGS:
+        by_file: dict[str, list] = {}
+        for edit in bug.edits:
+            by_file.setdefault(edit.file, []).append(edit)
+        for file, edits in by_file.items():
+            compile(applied((SRC / file).read_text("utf-8"), edits), file, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_bug_is_found(name):
+    command = [sys.executable, "-m", f"{__package__}.seeded_bugs", name, "--seeds", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("1 of 1 found; not: []\n"), done.stdout
