@@ -12,6 +12,7 @@ part of a line or a block of zeros: the writer ends such a line, and readers pas
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import stat
@@ -140,6 +141,7 @@ class Journal:
         self.num_left_out = 0
         self._waiting: deque[Callable[[], bytes]] = deque()  # each makes a line
         self._has_failed = False
+        self._has_left_out = False  # a request whose line cannot be made
         self._ends = threading.Event()
         try:
             open(path, "ab+", opener=private).close()
@@ -180,7 +182,7 @@ class Journal:
                 compute_rate=compute_rate,
                 **(answer or JournalAnswer(0, {}, {}, ""))._asdict(),
             )
-            return msgspec.json.encode(made) + b"\n"
+            return _encoded(made) + b"\n"
 
         self._waiting.append(line)
 
@@ -196,6 +198,7 @@ class Journal:
             self._write()
         except Exception as error:  # outermost loop of the thread
             self._has_failed = True
+            self.num_left_out += len(self._waiting)
             self._waiting.clear()
             why = reason_of(error, shows_text=True)
             logger.warning("requests are no longer recorded in %s: %s", self._path, why)
@@ -204,7 +207,7 @@ class Journal:
     def warn_of_left_out(self) -> None:
         if self.num_left_out:
             logger.warning(
-                "%d requests are missing from %s: the file could not keep up",
+                "%d requests are missing from %s: they could not be written, or not in time",
                 self.num_left_out,
                 self._path,
             )
@@ -227,7 +230,31 @@ class Journal:
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 _write_whole(file, b"\n")
             while self._waiting:
-                _write_whole(file, self._waiting.popleft()())
+                make = self._waiting.popleft()
+                try:
+                    line = make()
+                except (TypeError, ValueError, msgspec.MsgspecError) as error:
+                    self._leave_out(error)
+                else:
+                    _write_whole(file, line)
+
+    def _leave_out(self, error: Exception) -> None:
+        """Note that a line cannot be made. Runs in: the thread of this journal."""
+        if not self._has_left_out:
+            self._has_left_out = True
+            why = reason_of(error, shows_text=True)
+            logger.warning("a request is missing from %s: %s", self._path, why)
+        self.num_left_out += 1
+
+
+def _encoded(line: JournalLine) -> bytes:
+    """Return the JSON of a line. Half of a surrogate pair, which a client or a name of a file may
+    have brought, becomes a question mark: no reader would take it."""
+    try:
+        return msgspec.json.encode(line)
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(line), ensure_ascii=False)
+        return text.encode("utf-8", "replace")
 
 
 def _write_lines(known: Callable[[], Journal | None], ends: threading.Event) -> None:

@@ -67,10 +67,41 @@ def test_an_error_that_nobody_foresaw_ends_the_journal_alone(tmp_path, monkeypat
     add(journal, 20, [A, B])
     journal.close()
     add(journal, 20, [A, B])
-    assert journal.num_left_out == 1
+    assert journal.num_left_out == 2
     (line,) = caplog.messages
     assert line.startswith("requests are no longer recorded in ")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("what", ["request", "why", "tier"])
+def test_text_that_is_no_text_costs_no_line(tmp_path, caplog, what):
+    """Half of a surrogate pair: as in the name of a file that is not UTF-8."""
+    journal = Journal(tmp_path / "r.jsonl", 8)
+    texts = {"request": "id", "why": "", "tier": "file"} | {what: "a \ud800 b"}
+    hits = {texts["tier"]: 8}
+    add(journal, 3, [])
+    journal.add(1.0, texts["request"], 20, [A], JournalAnswer(4, hits, {}, texts["why"]))
+    add(journal, 3, [])
+    journal.close()
+    first, second, third = lines_of(tmp_path / "r.jsonl")
+    assert first == third
+    assert (second.num_tokens, second.keys) == (20, [A[:KEY_BYTES].hex()])
+    assert "a ? b" in (second.request, second.why, *second.hits)
+    assert (journal.num_left_out, caplog.messages) == (0, [])
+
+
+def test_a_line_that_cannot_be_made_is_counted_and_costs_no_other(tmp_path, caplog):
+    journal = Journal(tmp_path / "r.jsonl", 8)
+    add(journal, 3, [])
+    for _ in range(2):
+        add(journal, 20, [A], JournalAnswer(4, {"file": object()}, {}, ""))
+    add(journal, 3, [])
+    journal.close()
+    assert len(lines_of(tmp_path / "r.jsonl")) == 2
+    assert journal.num_left_out == 2
+    first, last = caplog.messages
+    assert first.startswith("a request is missing from ")
+    assert last.startswith("2 requests are missing from ")
 
 
 def test_a_connector_records_its_requests_once_each(make_host, tmp_path):
