@@ -337,6 +337,23 @@ def test_a_burst_while_an_adapter_is_read_loses_no_cache(
     identities.close()
 
 
+def test_requests_that_come_one_by_one_are_all_cached(adapter, clock):
+    """Each meets a look at the files of its adapter, and waits for that."""
+    identities = LoraIdentities(clock)
+    requests = HostRequests(identities, str)
+    requests.clock = clock
+
+    def is_cached(number):
+        clock.advance(2 * RECHECK_SECONDS)
+        request = request_under(Lora(adapter), number)
+        view = requests.view(request)
+        wait_until(lambda: not requests.waits(requests.view(request, is_lookup=True)), "an answer")
+        return view.extra_keys.cacheable
+
+    assert all(is_cached(number) for number in range(10))
+    identities.close()
+
+
 def test_a_look_up_waits_also_if_its_request_was_known_before_the_look(adapter, clock):
     identities = LoraIdentities(clock)
     requests = HostRequests(identities, str)
