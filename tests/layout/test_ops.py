@@ -175,19 +175,6 @@ def test_ids_outside_the_cache_are_refused_when_the_runs_are_made(ids):
         paged.runs(ids, 0, 8)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("direction", ["scatter", "gather"])
-def test_runs_of_a_larger_cache_are_refused(direction, executor):
-    cache = Cache("NHD")
-    cache.fill()
-    before = cache.elements
-    runs = Cache("NHD", num_blocks=9).paged().runs([1, 3, 8], 0, 12)
-    rows = rows_like(np.zeros((2, 3, 12, 4), np.int32), executor)
-    with pytest.raises(LayoutError, match="block id 8 is outside"):
-        getattr(paged_of(cache, executor), direction)(rows, 0, runs, 0)
-    assert np.array_equal(cache.elements, before)
-
-
 @pytest.mark.parametrize(("start", "stop"), [(0, 9), (3, 9), (-1, 4)])
 def test_more_tokens_than_blocks_are_refused(start, stop):
     with pytest.raises(LayoutError, match=f"tokens {start} to {stop} do not lie in 2 blocks of 4"):

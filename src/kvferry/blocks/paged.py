@@ -109,7 +109,11 @@ class PagedTables:
             raise LayoutError(f"KV groups on {len(devices)} devices: {sorted(map(str, devices))}")
         self.device = next(iter(devices), self.device)
         self._of_group = tuple(tuple(parts) for parts in of_group)
-        self._of_table = {table: tuple(paged) for table, paged in of_table.items()}
+        # First the one with fewest blocks: an id that it has is one of all.
+        self._of_table = {
+            table: tuple(sorted(paged, key=lambda each: each.num_blocks))
+            for table, paged in of_table.items()
+        }
 
     def unregister(self) -> None:
         """Drop the tensors, until the next `register`."""
@@ -166,8 +170,6 @@ class PagedTables:
             if first >= stop or not bound:
                 continue
             used = _blocks_between(table, blocks, first, stop)
-            for paged in bound:
-                paged.check_blocks(used)
             result[table.index] = bound[0].runs(used, first, stop)
         return result
 

@@ -143,6 +143,7 @@ class PagedKV:
         Args:
             rows: from `as_rows`, with all heads.
             layer: first layer of `rows`, counted within this rank's shard.
+            runs: from `runs` of this object, or of one with no more blocks: that checks the ids.
             first_token: token position of index 0 of the token axis of `rows`.
 
         Raises:
@@ -198,8 +199,6 @@ class PagedKV:
                 f"tokens {runs[0].start} to {runs[-1].stop} are not in rows of tokens "
                 f"{first_token} to {first_token + num_tokens}"
             )
-        for run in runs:
-            self.check_blocks(run.blocks)
 
 
 def strided(tensor: torch.Tensor) -> Strided:
