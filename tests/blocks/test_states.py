@@ -28,6 +28,8 @@ TOKENS = 256
 BLOCKS = {3: 2, 5: 4}
 """By block table, the block with the state."""
 GARBAGE = 0x5A
+GROUP = KVGroup(num_layers=2, num_kv_heads=8, content_size=4, dtype="bfloat16", block_size=16)
+"""Of the layers with KV."""
 
 MIXED = (("Mamba-2 with one group, copied on each rank (Granite 4)", 5),
          ("short convolution (LFM2)", 3))  # fmt: skip
@@ -155,9 +157,8 @@ def chunks_of(models: Sequence[tuple[str, int]], layers: float = 2.3) -> RecordS
         for model, _ in ((MODELS[name], number) for name, number in models)
     ]
     wanted = int(smallest_payload(kinds) * layers)
-    group = KVGroup(num_layers=2, num_kv_heads=8, content_size=4, dtype="bfloat16", block_size=16)
     return RecordSchema.for_groups(
-        namespace=b"n" * 32, chunk_tokens=-(-wanted // 128), groups=(group,)
+        namespace=b"n" * 32, chunk_tokens=-(-wanted // 128), groups=(GROUP,)
     )
 
 

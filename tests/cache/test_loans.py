@@ -93,7 +93,7 @@ def test_a_chunk_of_two_dtypes_is_lent_as_it_is_stored():
     host.step(saves=saves())
     host.settle(saved=3)
     ranks = RankSlots(
-        host.cache.spec.groups, host.cache.schema, host.cache.num_slots, 1, host.cache.identity
+        host.cache._records, host.cache.schema, host.cache.num_slots, 1, host.cache.identity
     )
     ranks.learn(host.region)
     for chunk in chunks(SAVE_SLOTS):

@@ -32,8 +32,9 @@ import torch
 
 from kvferry.blocks.paged import PagedTables, Runs
 from kvferry.blocks.rows import GroupLeaves, RankRows
+from kvferry.blocks.states import PagedStates, StateBlocks
 from kvferry.contract.spec import EngineSpec
-from kvferry.errors import TransferError
+from kvferry.errors import LayoutError, TransferError
 from kvferry.layout.ops import MakeCopies
 from kvferry.layout.streams import REACHED, DeviceStream, Mark, Streams, pinned
 from kvferry.record.leaves import Leaves
@@ -79,6 +80,14 @@ class ChunkCopy(NamedTuple):
     first_token: int
 
 
+class StateCopy(NamedTuple):
+    """One part of a state to copy, from its slot into the engine's pages or back."""
+
+    slot: memoryview
+    part: int
+    blocks: StateBlocks
+
+
 class Gathered(NamedTuple):
     """A chunk on its way from its blocks to its slot."""
 
@@ -105,13 +114,22 @@ class BlockCopies:
         spec: the engine, and what this rank holds of it.
         rows: where a chunk's rows lie in a slot.
         setup: how the device is used.
+        states: the engine's pages of recurrent states, if it has any.
 
     Attributes:
         paged: the engine's tables and tensors.
+        states: as given.
     """
 
-    def __init__(self, spec: EngineSpec, rows: RankRows, setup: DeviceSetup) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        rows: RankRows,
+        setup: DeviceSetup,
+        states: PagedStates | None = None,
+    ) -> None:
         self.paged = PagedTables(spec, rows)
+        self.states = states
         self._rows = rows
         self._setup = setup
         # A host that does not say how much a step computes: as much as vLLM's steps.
@@ -141,6 +159,8 @@ class BlockCopies:
                 left, or does not copy or hash rightly.
         """
         self.paged.register(kv_caches, self._setup.copies)
+        if self.states is not None:
+            self.states.register(kv_caches, self._setup.copies)
         if self._streams is not None:
             return
         try:
@@ -217,6 +237,45 @@ class BlockCopies:
                 f"copies out of the KV memory did not end in {timeout:.0f} s: keep it"
             )
         self.paged.unregister()
+        if self.states is not None:
+            self.states.unregister()
+
+    def scatter_state(self, copy: StateCopy) -> None:
+        """As `scatter`, of a part of a state. On a device the engine's thread waits for the slot's
+        bytes: states are few.
+
+        Raises:
+            LayoutError: there are no such pages; nothing was written.
+            TransferError: no device memory; some pages may be written.
+        """
+        states = self._pages()
+        if self._streams is None:
+            states.scatter(copy.part, copy.slot, copy.blocks)
+        else:
+            self._blocks_used = _submit(
+                self._streams.engine, lambda: states.scatter(copy.part, copy.slot, copy.blocks)
+            )
+
+    def gather_state(self, copy: StateCopy) -> Gathered:
+        """As `gather`, of a part of a state; when it returns, the slot has it.
+
+        Raises:
+            LayoutError: there are no such pages; nothing was written.
+            TransferError: no device memory.
+        """
+        states = self._pages()
+        if self._streams is None:
+            states.gather(copy.part, copy.slot, copy.blocks)
+            return Gathered(REACHED, {})
+        self._blocks_used = _submit(
+            self._streams.engine, lambda: states.gather(copy.part, copy.slot, copy.blocks)
+        )
+        return Gathered(self._blocks_used, {})
+
+    def _pages(self) -> PagedStates:
+        if self.states is None:
+            raise LayoutError("this engine has no recurrent states")
+        return self.states
 
     def scatter(self, chunk: ChunkCopy) -> None:
         """Copy tokens of a chunk from its slot into the blocks, between what the engine has

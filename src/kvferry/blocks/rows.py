@@ -132,6 +132,30 @@ class RankRows:
         return joined(parts)
 
 
+class RankRecords:
+    """Geometry of one rank's slots, by what a slot holds.
+
+    Attributes:
+        rows: of chunks.
+        parts: of the parts of states.
+        slot_bytes: bytes of a slot that any of them uses.
+    """
+
+    def __init__(self, rows: RankRows, parts: Sequence[RankRows] = ()) -> None:
+        self.rows = rows
+        self.parts = tuple(parts)
+        self.slot_bytes = max(each.slot_bytes for each in (rows, *parts))
+
+    def of(self, part: int) -> RankRows:
+        """Return the geometry of a part of a state, or, if that is negative, of a chunk."""
+        return self.rows if part < 0 else self.parts[part]
+
+    def switch_namespace(self, namespace: bytes) -> None:
+        """Use the schemas of another namespace from now on."""
+        for each in (self.rows, *self.parts):
+            each.switch_namespace(namespace)
+
+
 def _rows_of(
     component: int, layers: tuple[int, int], heads: tuple[int, int], num_heads: int
 ) -> RowRange:

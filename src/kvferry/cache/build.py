@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvferry.blocks.copies import DeviceSetup
-from kvferry.blocks.rows import RankRows
+from kvferry.blocks.rows import RankRecords, RankRows
+from kvferry.blocks.states import PagedStates
 from kvferry.blocks.tables import Tables
 from kvferry.cache.config import RoleContext, SharedStorageConfig, default_memory_bytes
 from kvferry.cache.deciding.host_pool import HostPool
@@ -27,8 +28,10 @@ from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
+from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
+from kvferry.record.state_parts import chunk_tokens_with_states, state_parts
 from kvferry.store.base import Store
 from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.kind import StoreUrl
@@ -36,6 +39,7 @@ from kvferry.store.kinds import kind_of
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, parse_tiers
 from kvferry.transfer.server import Listen, PeerServer
+from kvferry.types import RankShard
 
 logger = logging.getLogger(__name__)
 
@@ -75,23 +79,27 @@ class PrefixCache:
         config = build_config(SharedStorageConfig, options, where=where)
         self._spec = spec
         self.config = config
-        chunk_tokens = config.chunk_tokens or default_chunk_tokens(spec.groups, spec.chunk_multiple)
-        self._chunk_tokens = chunk_tokens
+        chunk_tokens = self._chunk_tokens = _chunk_tokens(spec, config.chunk_tokens)
         model = spec.identity
         if config.weights_version is not None:
             model = replace(model, weights_version=config.weights_version)
         groups, tenant = spec.groups, config.tenant
+        states = () if spec.states is None else spec.states.groups
+        sized = RecordSchema.for_groups(
+            namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups
+        )
+        self._parts = state_parts(sized, states)
+        num_parts = len(self._parts)
         self.identity = CacheIdentity(
-            model, lambda model: Namespace.of(model, groups, chunk_tokens, tenant)
+            model,
+            lambda model: Namespace.of(
+                model, groups, chunk_tokens, tenant, states=states, state_parts=num_parts
+            ),
         )
         if spec.mode is Mode.OFF:
             self.identity.stop("this engine neither loads nor saves")
-        self._schema = RecordSchema.for_groups(
-            # Whatever would go wrong before there is a name, nobody finds what is stored.
-            namespace=self.identity.first or secrets.token_bytes(32),
-            chunk_tokens=chunk_tokens,
-            groups=groups,
-        )
+        # Whatever would go wrong before there is a name, nobody finds what is stored.
+        self._schema = sized.with_namespace(self.identity.first or secrets.token_bytes(32))
         self.num_slots = self._count_slots()
         self.observer = observer
         self.store = store or self._open_store(index=has_scheduler)
@@ -158,7 +166,7 @@ class PrefixCache:
             observer=self.observer,
             multi_process=spec.multi_process or spec.shard.world_size > 1,
             index=index,
-            check=value_check(self._schema),
+            check=value_check(self._schema, *(part.schema for part in self._parts)),
             named=named,
             start_seconds=self.config.start_timeout_seconds if identity.first else 0.0,
         )
@@ -220,9 +228,7 @@ class PrefixCache:
         """
         self._warn_of_windows()
         world_size = self._spec.shard.world_size
-        ranks = RankSlots(
-            self._spec.groups, self._schema, self.num_slots, world_size, self.identity
-        )
+        ranks = RankSlots(self._records, self._schema, self.num_slots, world_size, self.identity)
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(_while_there(pool, _pool_gauges))
@@ -248,8 +254,46 @@ class PrefixCache:
         Raises:
             ConfigError: `memory_bytes` is more than this machine lets a process reserve or share.
         """
-        rows = RankRows(self._spec.groups, self._spec.shard, self._schema)
-        return SharedStorageWorker(self.context, rows, self.num_slots, setup or DeviceSetup())
+        records, states = self._records(self._spec.shard), None
+        if self._spec.states is not None:
+            kinds, tables = self._spec.states.kinds, self._spec.states.tables
+            states = PagedStates(kinds, tables, list(zip(self._parts, records.parts, strict=True)))
+        return SharedStorageWorker(
+            self.context, records, self.num_slots, setup or DeviceSetup(), states
+        )
+
+    def _records(self, shard: RankShard) -> RankRecords:
+        """What a rank holds of records."""
+        schema, rank, world_size = self._schema, shard.rank, shard.world_size
+        return RankRecords(
+            RankRows(self._spec.groups, shard, schema),
+            [
+                RankRows(
+                    part.groups,
+                    tensor_parallel_shard(part.groups, rank, world_size),
+                    part.schema.with_namespace(schema.namespace),
+                )
+                for part in self._parts
+            ],
+        )
+
+
+def _chunk_tokens(spec: EngineSpec, chosen: int | None) -> int:
+    """Return the tokens of a chunk: as the operator chose, or what the model's geometry makes it.
+    Raises ConfigError if no state would stand where a chunk ends."""
+    multiple = spec.chunk_multiple
+    if spec.states is None:
+        return chosen or default_chunk_tokens(spec.groups, multiple)
+    size, groups = spec.states.block_size, spec.states.groups
+    if chosen is None:
+        return chunk_tokens_with_states(spec.groups, groups, size, multiple)
+    if size % chosen:
+        divisors = [str(each) for each in range(1, size + 1) if size % each == 0]
+        raise ConfigError(
+            f"chunk_tokens={chosen} does not divide the {size} tokens after which this engine "
+            f"keeps states; use one of {', '.join(divisors)}, or leave the option out"
+        )
+    return chosen
 
 
 def _others(store: str | Sequence[str], itself: Listen) -> list[StoreUrl]:

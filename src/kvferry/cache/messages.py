@@ -23,6 +23,8 @@ class SlotChunk(msgspec.Struct, frozen=True, array_like=True):
     """Position of its first token in the prompt."""
     mark: bytes = b""
     """`kvferry.keys.salt_mark` of its salt, for the record that a save makes."""
+    part: int = -1
+    """If not negative: this is no chunk, but that part of the state after `first_token` tokens."""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +39,9 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Copy tokens `[start, stop)` of a request from slots into blocks.
 
-    `chunks` are the chunks of the hit; `blocks` are the blocks to fill, one slice per block table.
+    `chunks` are the chunks of the hit, and the parts of the state at its end; `blocks` are the
+    blocks to fill, one slice per block table. Of a table of recurrent layers that is the one block
+    that a state takes.
     """
 
     request_id: str
@@ -49,7 +53,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
     """Copy one whole chunk from blocks into its slot and hash it. A rank that holds whole records
-    also writes them to the store. `blocks` has one slice per block table.
+    also writes them to the store. `blocks` has one slice per block table. A part of a state is
+    saved likewise, out of the blocks of recurrent layers.
 
     With `compare_with` it is an audit: nothing is stored.
     """

@@ -10,6 +10,7 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
+from kvferry.layout.states import StateKind
 from kvferry.types import KVGroup, RankShard, TablePart
 
 
@@ -21,6 +22,44 @@ class Mode(Flag):
     READ = auto()
     WRITE = auto()
     BOTH = READ | WRITE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """The recurrent states of a model, and where they stand in an engine.
+
+    Attributes:
+        kinds: the layers by the form of their states.
+        tables: block tables of recurrent layers; `TablePart.group` is the index of a kind. A state
+            after `n` tokens, a multiple of their block size, is one block of each. A host may move
+            it: which block, it says in the step that fills it.
+
+    Raises:
+        ConfigError: the tables do not have one block size, or not every layer once.
+    """
+
+    kinds: tuple[StateKind, ...]
+    tables: tuple[TablePart, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {part.block_size for part in self.tables}
+        layers = [(part.group, layer) for part in self.tables for layer in part.layers]
+        expected = [(index, at) for index, kind in enumerate(self.kinds) for at in kind.layers]
+        if len(sizes) != 1 or sorted(layers) != expected:
+            raise ConfigError(
+                f"tables with blocks of {sorted(sizes)} tokens hold {len(layers)} recurrent layers "
+                f"of {len(expected)}: each must be in one table, and all blocks of one size"
+            )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens between two states."""
+        return self.tables[0].block_size
+
+    @property
+    def groups(self) -> tuple[tuple[KVGroup, ...], ...]:
+        """The groups of the states of each kind of layers."""
+        return tuple(kind.groups for kind in self.kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +94,7 @@ class EngineSpec:
             that some rank uses. The host may have further tables. None: one table per group, in
             order, with the group's block size, window and chunk; a single group then consists of
             every layer that the host registers.
+        states: of a model with recurrent layers beside those with KV; None: it has none.
 
     Raises:
         ConfigError: `tables` do not hold every layer of this rank once, or contradict each other or
@@ -75,6 +115,7 @@ class EngineSpec:
     whole_items: bool = False
     engine_id: str | None = None
     tables: tuple[TablePart, ...] | None = None
+    states: StateSpec | None = None
 
     def __post_init__(self) -> None:
         if self.tables is not None:

@@ -125,7 +125,13 @@ class StateKind:
     components: tuple[StateComponent, ...]
 
     @property
+    def layers(self) -> range:
+        """Their positions among each other."""
+        return range(self.num_layers)
+
+    @property
     def groups(self) -> tuple[KVGroup, ...]:
+        """What a record holds of them, in order."""
         return tuple(each.group(self.num_layers) for each in self.components)
 
 

@@ -12,7 +12,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError
-from kvferry.record.schema import SAFETENSORS_DTYPE, STATE_COMPONENT, Component, RecordSchema
+from kvferry.record.schema import (
+    SAFETENSORS_DTYPE,
+    STATE_COMPONENT,
+    Component,
+    RecordSchema,
+    default_chunk_tokens,
+)
 from kvferry.types import KVGroup
 
 _ROUNDS = 8
@@ -54,6 +60,45 @@ def state_parts(chunk: RecordSchema, kinds: Sequence[Sequence[KVGroup]]) -> tupl
             found.append(part)
             start = part.layers[1]
     return tuple(found)
+
+
+def chunk_tokens_with_states(
+    groups: tuple[KVGroup, ...],
+    kinds: Sequence[Sequence[KVGroup]],
+    block_size: int,
+    multiple: int = 1,
+) -> int:
+    """Return the tokens of a chunk where no option sets them, for a model with states: of the
+    divisors of the tokens between two states, at whose ends alone a chunk's key names a state, the
+    one next to `default_chunk_tokens` whose records have room for a layer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    wanted = default_chunk_tokens(groups, multiple)
+    usable = [
+        size
+        for size in range(multiple, block_size + 1, multiple)
+        if block_size % size == 0 and _has_room(groups, kinds, size)
+    ]
+    if not usable:
+        raise ConfigError(
+            f"no chunk that divides the {block_size} tokens between two states has room for the "
+            f"{smallest_payload(kinds)} bytes that one layer keeps"
+        )
+    return min(usable, key=lambda size: (abs(size - wanted), size))
+
+
+def _has_room(
+    groups: tuple[KVGroup, ...], kinds: Sequence[Sequence[KVGroup]], chunk_tokens: int
+) -> bool:
+    try:
+        schema = RecordSchema.for_groups(
+            namespace=bytes(32), chunk_tokens=chunk_tokens, groups=groups
+        )
+        return bool(state_parts(schema, kinds))
+    except ConfigError:
+        return False
 
 
 def smallest_payload(kinds: Sequence[Sequence[KVGroup]]) -> int:

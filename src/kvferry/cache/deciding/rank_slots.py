@@ -7,17 +7,17 @@ are. `Loans` lends the joined records to peers, and `SharedWrites` writes them t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kvferry.blocks.rows import RankRows
+from kvferry.blocks.rows import RankRecords, RankRows
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import open_slots, slot_size
 from kvferry.cache.messages import SlotRegion
 from kvferry.errors import TransferError
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import RecordSchema
-from kvferry.types import KVGroup
+from kvferry.types import RankShard
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class RankSlots:
     be called from any thread.
 
     Args:
-        groups: KV groups of the whole model.
+        records_of: returns what a rank holds of records, given its shard.
         schema: layout of the records, under any namespace.
         num_slots: number of slots that each rank has.
         world_size: number of ranks.
@@ -56,13 +56,13 @@ class RankSlots:
 
     def __init__(
         self,
-        groups: Sequence[KVGroup],
+        records_of: Callable[[RankShard], RankRecords],
         schema: RecordSchema,
         num_slots: int,
         world_size: int,
         identity: CacheIdentity,
     ) -> None:
-        self._groups = groups
+        self._records_of = records_of
         self._schema = schema
         self._num_slots = num_slots
         self._world_size = world_size
@@ -108,8 +108,8 @@ class RankSlots:
         tried = self._regions.get(rank)
         if tried is not None and tried.name == region.name:
             return
-        rows = RankRows(self._groups, region.shard, self._schema)
-        slot_bytes = slot_size(rows.slot_bytes)
+        records = self._records_of(region.shard)
+        slot_bytes = slot_size(records.slot_bytes)
         try:
             memory = open_slots(
                 region.name, region.process, region.fd, self._num_slots * slot_bytes
@@ -126,7 +126,7 @@ class RankSlots:
                     error,
                 )
             return
-        self._slots[rank] = _Slots(rows, memory, slot_bytes)
+        self._slots[rank] = _Slots(records.rows, memory, slot_bytes)
         if len(self._slots) == self._world_size:
             self._parts = self._in_file_order()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.blocks.copies import Gathered
-from kvferry.blocks.rows import RankRows
+from kvferry.blocks.rows import RankRecords, RankRows
 from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.cache.replicas import Replicas
@@ -49,7 +49,7 @@ class SlotIO:
     """All reads and writes of one rank, and what its slots hold.
 
     Args:
-        rows: which bytes of a record this rank holds.
+        records: which bytes of records this rank holds.
         context: store, observer and options.
 
     Attributes:
@@ -57,8 +57,8 @@ class SlotIO:
         hash_pool: a thread that reads and writes memory only: a slow store does not delay it.
     """
 
-    def __init__(self, rows: RankRows, replicas: Replicas, context: RoleContext) -> None:
-        self._rows = rows
+    def __init__(self, records: RankRecords, replicas: Replicas, context: RoleContext) -> None:
+        self._records = records
         self._replicas = replicas
         self._memory = replicas.memory
         self._store = context.store
@@ -112,19 +112,23 @@ class SlotIO:
     def fetch(self, fetch: Fetch) -> None:
         """Start to read a chunk. Never blocks."""
         started = time.monotonic()
-        chunk, schema = fetch.chunk, self._rows.schema
+        chunk = fetch.chunk
+        rows = self._records.of(chunk.part)
+        schema = rows.schema
+        # A part of a state is read whole: for it, groups only say that it is held.
+        groups = frozenset(fetch.groups) if chunk.part < 0 else rows.all_groups
         # Groups that are read again are not held until they are verified.
         held = self.groups_held(chunk) - frozenset(fetch.groups)
         self._contents[chunk.slot] = chunk.key, held
         memory = self._memory.slot(chunk.slot)
         mark = self._used_by_device.get(chunk.slot, REACHED)
-        is_whole = self._is_alone and self._rows.all_groups.issubset(fetch.groups)
+        is_whole = self._is_alone and rows.all_groups <= groups
         record = RecordRead(
             key=ChunkKey(chunk.key),
             first_token=chunk.first_token,
-            head=self._rows.head_of(memory),
-            rows=self._rows.rows_of(memory, fetch.groups),
-            image=self._rows.image_of(memory) if is_whole else None,
+            head=rows.head_of(memory),
+            rows=rows.rows_of(memory, groups),
+            image=rows.image_of(memory) if is_whole else None,
             looks_at_values=fetch.looks_at_values,
         )
 
@@ -173,21 +177,24 @@ class SlotIO:
     def save(self, chunk: SlotChunk, gathered: Gathered) -> None:
         """Take over a chunk whose copy from the blocks to its slot has begun. After the copy, hash
         the chunk; if this rank holds whole records, write it. Never blocks."""
-        schema = self._rows.schema  # a later epoch has another
+        rows = self._records.of(chunk.part)
+        schema = rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
         save = self._saves[chunk.slot] = _Save(chunk, gathered)
         # A step may wait for a comparison, so that goes before the seals that wait.
         save.hash = self.hash_pool.submit(
-            lambda _job: self._seal(save, gathered, schema), can_wait=True
+            lambda _job: self._seal(save, gathered, rows, schema), can_wait=True
         )
 
-    def _seal(self, save: _Save, gathered: Gathered, schema: RecordSchema) -> Sealed:
+    def _seal(
+        self, save: _Save, gathered: Gathered, rows: RankRows, schema: RecordSchema
+    ) -> Sealed:
         """Hash a chunk, and queue the write of a record that is whole. Runs in: hash thread."""
         chunk = save.chunk
         if not gathered.mark.wait(self._bounds.device_seconds):
             raise TransferError(f"a chunk was not copied out in {self._bounds.device_seconds} s")
-        image = self._rows.image_of(self._memory.slot(chunk.slot))
-        digests, are_finite = self._rows.leaves(image, gathered.leaves)
+        image = rows.image_of(self._memory.slot(chunk.slot))
+        digests, are_finite = rows.leaves(image, gathered.leaves)
         if not are_finite:
             return Sealed(chunk.slot, None, is_finite=False)
         if not self._is_alone:
@@ -228,7 +235,7 @@ class SlotIO:
             if not save.copy.mark.poll():
                 return False
             save.copy = None
-            self._contents[slot] = save.chunk.key, self._rows.all_groups
+            self._contents[slot] = save.chunk.key, self._records.rows.all_groups
             filled.append(Filled(slot))
         if save.hash is not None:
             if not save.hash.poll():

@@ -18,8 +18,10 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered
-from kvferry.blocks.rows import RankRows
+from kvferry.blocks.copies import BlockCopies, ChunkCopy, DeviceSetup, Gathered, StateCopy
+from kvferry.blocks.rows import RankRecords
+from kvferry.blocks.states import PagedStates
+from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.config import RoleContext
 from kvferry.cache.epoch import CacheState
 from kvferry.cache.messages import (
@@ -54,7 +56,7 @@ class _Loaded(NamedTuple):
 
     load: Load
     chunk: SlotChunk
-    copy: ChunkCopy
+    copy: ChunkCopy | StateCopy
 
 
 @dataclass(slots=True)
@@ -103,9 +105,10 @@ class SharedStorageWorker(WorkerRole):
     model runner's thread.
 
     Args:
-        rows: which bytes of a record this rank holds.
+        records: which bytes of records this rank holds.
         num_slots: number of slots, the same on every rank.
         setup: how the device of the engine's tensors is used.
+        states: the engine's pages of recurrent states, if it has any.
 
     Attributes:
         io: what the slots hold, and the reads and writes under way.
@@ -117,13 +120,15 @@ class SharedStorageWorker(WorkerRole):
     def __init__(
         self,
         context: RoleContext,
-        rows: RankRows,
+        records: RankRecords,
         num_slots: int,
         setup: DeviceSetup,
+        states: PagedStates | None = None,
     ) -> None:
-        self._rows = rows
+        self._records = records
+        self._rows = rows = records.rows
         self._observer = context.observer
-        self._replicas = Replicas(context.spec, num_slots, rows.slot_bytes)
+        self._replicas = Replicas(context.spec, num_slots, records.slot_bytes)
         self._memory = self._replicas.memory
         self._region = SlotRegion(
             self._memory.name,
@@ -134,10 +139,10 @@ class SharedStorageWorker(WorkerRole):
             self._replicas.loads_only,
         )
         self._loading: deque[tuple[int, Mark]] = deque()
-        self.io = SlotIO(rows, self._replicas, context)
+        self.io = SlotIO(records, self._replicas, context)
         self._bounds = context.bounds
         self._comparisons = Comparisons(rows, self._memory, context, self.io.hash_pool)
-        self._copies = BlockCopies(context.spec, rows, setup)
+        self._copies = BlockCopies(context.spec, rows, setup, states)
         self._ended = _Ended()
         self._plan = EMPTY_PLAN
         self._saved = False
@@ -197,7 +202,7 @@ class SharedStorageWorker(WorkerRole):
         self._ended.timed = plan.timed
         self._saved = False
         if plan.namespace not in (None, self._rows.schema.namespace):
-            self._rows.switch_namespace(plan.namespace)
+            self._records.switch_namespace(plan.namespace)
         self._to_begin.extend(plan.fetches)
         for load in plan.unchecked:
             self._take_back(load)
@@ -305,7 +310,7 @@ class SharedStorageWorker(WorkerRole):
             loaded = [one for load in loads for one in self._copies_of(load)]
             errors = self.io.pool.spread(
                 loaded,
-                lambda one: self._copies.scatter(one.copy),
+                lambda one: self._scatter(one.copy),
                 alone=self._copies.overlaps,
             )
             for one, error in zip(loaded, errors, strict=True):
@@ -319,6 +324,12 @@ class SharedStorageWorker(WorkerRole):
                         self.io.busy_until(chunk.slot, done)
         self._observer.observe("load_copy", time.perf_counter() - started)
 
+    def _scatter(self, copy: ChunkCopy | StateCopy) -> None:
+        if isinstance(copy, StateCopy):
+            self._copies.scatter_state(copy)
+        else:
+            self._copies.scatter(copy)
+
     def _copies_of(self, load: Load) -> Iterator[_Loaded]:
         """Yield the copy of each chunk that is held and has valid blocks. Report the others as
         failed."""
@@ -327,19 +338,30 @@ class SharedStorageWorker(WorkerRole):
             try:
                 if not held:
                     raise LayoutError(f"slot {chunk.slot} does not hold the chunk it was to hold")
+                slot = self._memory.slot(chunk.slot)
+                if chunk.part >= 0:
+                    yield _Loaded(load, chunk, self._state_copy(chunk, load.blocks))
+                    continue
                 hit = (load.start, load.stop)
                 runs = self._copies.paged.load_runs(load.blocks, hit, chunk.first_token, held)
             except LayoutError as error:
                 self._fail(load, chunk, error)
             else:
-                slot = self._memory.slot(chunk.slot)
                 yield _Loaded(load, chunk, ChunkCopy(slot, runs, chunk.first_token))
+
+    def _state_copy(self, chunk: SlotChunk, blocks: Sequence[BlockSlice]) -> StateCopy:
+        """Return the copy of a part of a state, whose blocks the copy checks."""
+        found = {table: part.ids[0] for table, part in enumerate(blocks) if len(part.ids) == 1}
+        return StateCopy(self._memory.slot(chunk.slot), chunk.part, found)
 
     def _fail(self, load: Load, chunk: SlotChunk, error: Exception) -> None:
         logger.error("load of %s failed, its blocks are computed: %s", load.request_id, error)
         self._observer.count("load_failed_chunks")
         self._ended.failed_requests.add(load.request_id)
         self._ended.failed_keys.append(chunk.key)
+        if chunk.part >= 0:
+            self._take_back(load)  # nothing of a hit is right without its state
+            return
         hit = (load.start, load.stop)
         self._ended.invalid_block_ids |= self._copies.paged.block_ids(
             load.blocks, hit, chunk.first_token
@@ -350,9 +372,9 @@ class SharedStorageWorker(WorkerRole):
     def _save(self, saves: Sequence[Save]) -> None:
         """Copy chunks out of the blocks; other threads then write or compare them. Never blocks on
         I/O."""
-        left = iter(saves)
+        left = iter([save for save in saves if save.chunk.part < 0])
         waiting: deque[Save] = deque()
-        copied: list[tuple[Save, Gathered]] = []
+        copied = self._states_out([save for save in saves if save.chunk.part >= 0])
         try:
             copied.extend(
                 (waiting.popleft(), gathered)
@@ -391,6 +413,27 @@ class SharedStorageWorker(WorkerRole):
                 continue
             waiting.append(save)
             yield ChunkCopy(self._memory.slot(chunk.slot), runs, chunk.first_token)
+
+    def _states_out(self, saves: Sequence[Save]) -> list[tuple[Save, Gathered]]:
+        """Copy parts of states out of the blocks; report those that cannot be copied as refused or
+        put off."""
+        copied = []
+        for save in saves:
+            if not self.io.is_read(save.chunk.slot):
+                self._put_off((save,))
+                continue
+            try:
+                gathered = self._copies.gather_state(self._state_copy(save.chunk, save.blocks))
+            except LayoutError as error:
+                logger.error("the state at token %d is lost: %s", save.chunk.first_token, error)
+                self._end_early(save, MissReason.IO_ERROR)
+            except TransferError as error:
+                logger.warning("a state is not saved: %s", error)
+                self._observer.count("save_no_device_memory")
+                self._end_early(save, MissReason.IO_ERROR)
+            else:
+                copied.append((save, gathered))
+        return copied
 
     def _leave(self, saves: Sequence[Save]) -> None:
         """Leave copies and comparisons to the first rank that holds the same."""
