@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NewType, Protocol, runtime_checkable
+from typing import Annotated, NamedTuple, NewType, Protocol, runtime_checkable
 
 import msgspec
 
@@ -223,6 +223,72 @@ class KVGroup:
     window: int | None = None
     chunk: int | None = None
     values: str = field(default="", compare=False)
+
+
+class StateRun(NamedTuple):
+    """Content of a component that lies evenly spaced in a page; the same for each head."""
+
+    start: int
+    """Where it begins on the content axis."""
+    size: int
+    offset: int
+    """Of head 0 in the page. All in elements of the component's dtype."""
+    head_stride: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateComponent:
+    """One part of a layer's state, by heads.
+
+    Attributes:
+        name: "ssm", "conv.x", "conv.b", "conv.c", "conv.q", "conv.k" or "conv.v".
+        num_heads: distinct heads over all ranks.
+        rank_heads: heads in the page of one rank.
+        content_size: elements of a head.
+        dtype: of the elements, as `KVGroup` names it.
+        runs: where the content lies in a page.
+    """
+
+    name: str
+    num_heads: int
+    rank_heads: int
+    content_size: int
+    dtype: str
+    runs: tuple[StateRun, ...]
+
+    def group(self, num_layers: int) -> KVGroup:
+        """Return the group of the component in some layers: a state stands for one token."""
+        return KVGroup(
+            num_layers=num_layers,
+            num_kv_heads=self.num_heads,
+            content_size=self.content_size,
+            dtype=self.dtype,
+            block_size=1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateKind:
+    """The layers of a model whose states have one form.
+
+    Attributes:
+        num_layers: of the whole model.
+        components: what each layer keeps.
+    """
+
+    num_layers: int
+    components: tuple[StateComponent, ...]
+
+    @property
+    def layers(self) -> range:
+        """Their positions among each other."""
+        return range(self.num_layers)
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """What a record holds of them, in order."""
+        return tuple(each.group(self.num_layers) for each in self.components)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

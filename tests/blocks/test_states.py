@@ -12,7 +12,7 @@ from kvferry.blocks.states import PagedStates
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.keys import state_keys
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.layout.states import StateKind, components_of
+from kvferry.layout.states import components_of
 from kvferry.observe import Counters
 from kvferry.record.check import MissReason
 from kvferry.record.schema import RecordSchema
@@ -20,7 +20,7 @@ from kvferry.record.state_parts import StatePart, smallest_payload, state_parts
 from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, put_record, read_record, value_check
-from kvferry.types import ChunkKey, KVGroup, TablePart
+from kvferry.types import ChunkKey, KVGroup, StateKind, TablePart
 from tests.state_models import MODELS, Place, StateModel
 
 KEY = ChunkKey(b"k" * 32)

@@ -11,7 +11,7 @@ from kvferry.errors import LayoutError
 from kvferry.layout.ops import NumpyCopies, PagedKV, strided
 from kvferry.layout.plan import BlockRun
 from kvferry.layout.shards import heads_of_rank
-from kvferry.layout.states import Arrays, components_of
+from kvferry.layout.states import Arrays, components_of, page_parts
 from tests.state_models import MODELS, Place, StateModel
 
 LAYERS, BLOCKS, BLOCK = 3, 4, 2
@@ -35,7 +35,7 @@ def bound(
     return [
         PagedKV.of_parts(
             pages,
-            [component.parts(strided(page)) for page in pages],
+            [page_parts(component, strided(page)) for page in pages],
             {"float32": 4}.get(component.dtype, 2),
             component.content_size,
             copies=NumpyCopies,
@@ -168,6 +168,6 @@ def test_pages_that_are_no_bytes_too_short_or_not_aligned_are_refused():
     pages = pages_of(MODELS["Mamba-2"], 2)[0]
     for wrong in (pages.view(torch.int16), pages[..., :64], pages.view(BLOCKS, 2, 1, -1)):
         with pytest.raises(LayoutError, match="pages of states are bytes"):
-            first.parts(strided(wrong))
+            page_parts(first, strided(wrong))
     with pytest.raises(LayoutError, match="no multiples of 2"):
-        first.parts(strided(pages)._replace(offset=1))
+        page_parts(first, strided(pages)._replace(offset=1))

@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError
 from kvferry.layout.ops import NumpyCopies, PagedKV, strided
 from kvferry.layout.plan import BlockRun
 from kvferry.layout.shards import heads_of_rank
+from kvferry.layout.states import page_parts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what vLLM imports
@@ -154,7 +155,7 @@ class Rank:
         return [
             PagedKV.of_parts(
                 self.pages,
-                [each.parts(strided(page)) for page in self.pages],
+                [page_parts(each, strided(page)) for page in self.pages],
                 4 if each.dtype == "float32" else 2,
                 each.content_size,
                 copies=NumpyCopies,

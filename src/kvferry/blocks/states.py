@@ -14,9 +14,9 @@ from kvferry.blocks.rows import RankRows
 from kvferry.errors import LayoutError
 from kvferry.layout.ops import MakeCopies, PagedKV, strided
 from kvferry.layout.plan import BlockRun
-from kvferry.layout.states import ITEM_BYTES, StateKind
+from kvferry.layout.states import ITEM_BYTES, page_parts
 from kvferry.record.state_parts import StatePart
-from kvferry.types import NULL_BLOCK, TablePart
+from kvferry.types import NULL_BLOCK, StateKind, TablePart
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class PagedStates:
             paged = tuple(
                 PagedKV.of_parts(
                     tensors,
-                    [component.parts(strided(tensor)) for tensor in tensors],
+                    [page_parts(component, strided(tensor)) for tensor in tensors],
                     ITEM_BYTES[component.dtype],
                     component.content_size,
                     copies=copies,

@@ -10,8 +10,7 @@ from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity
-from kvferry.layout.states import StateKind
-from kvferry.types import KVGroup, RankShard, TablePart
+from kvferry.types import KVGroup, RankShard, StateKind, TablePart
 
 
 class Mode(Flag):

@@ -20,119 +20,13 @@ from typing import NamedTuple
 
 from kvferry.errors import LayoutError
 from kvferry.layout.spec import ContentPart, Strided
-from kvferry.types import KVGroup
+from kvferry.types import StateComponent, StateRun
 
 MAX_SHARDS = 64
 """Most pieces of channels that have no heads: no model is divided over more ranks."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes of states that can be described."""
-
-
-class StateRun(NamedTuple):
-    """Content of a component that lies evenly spaced in a page; the same for each head."""
-
-    start: int
-    """Where it begins on the content axis."""
-    size: int
-    offset: int
-    """Of head 0 in the page. All in elements of the component's dtype."""
-    head_stride: int
-    stride: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateComponent:
-    """One part of a layer's state, by heads.
-
-    Attributes:
-        name: "ssm", "conv.x", "conv.b", "conv.c", "conv.q", "conv.k" or "conv.v".
-        num_heads: distinct heads over all ranks.
-        rank_heads: heads in the page of one rank.
-        content_size: elements of a head.
-        dtype: of the elements, as `KVGroup` names it.
-        runs: where the content lies in a page.
-    """
-
-    name: str
-    num_heads: int
-    rank_heads: int
-    content_size: int
-    dtype: str
-    runs: tuple[StateRun, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all heads."""
-        return self.num_heads * self.content_size * ITEM_BYTES[self.dtype]
-
-    def group(self, num_layers: int) -> KVGroup:
-        """Return the group of the component in some layers: a state stands for one token."""
-        return KVGroup(
-            num_layers=num_layers,
-            num_kv_heads=self.num_heads,
-            content_size=self.content_size,
-            dtype=self.dtype,
-            block_size=1,
-        )
-
-    def parts(self, pages: Strided) -> tuple[ContentPart, ...]:
-        """Return the content parts of one layer.
-
-        Args:
-            pages: the layer's pages `[blocks, bytes]`, or with axes of one element between them.
-
-        Raises:
-            LayoutError: the pages are no bytes, or not as long as the state, or not aligned.
-        """
-        item = ITEM_BYTES[self.dtype]
-        num_blocks, page, stride = pages.shape[0], pages.shape[-1], pages.strides[0]
-        last = max(run.offset + (run.size - 1) * run.stride for run in self.runs)
-        needed = (last + (self.rank_heads - 1) * self.runs[0].head_stride + 1) * item
-        is_of_bytes = pages.dtype in ("int8", "uint8") and pages.strides[-1] == 1
-        if not is_of_bytes or math.prod(pages.shape) != num_blocks * page or page < needed:
-            raise LayoutError(
-                f"pages of states are bytes, at least {needed} each; the tensor has shape "
-                f"{pages.shape}, strides {pages.strides} and dtype {pages.dtype}"
-            )
-        if pages.offset % item or stride % item:
-            raise LayoutError(
-                f"states of {self.dtype} begin at byte {pages.offset} and every {stride} bytes, no "
-                f"multiples of {item}"
-            )
-        return tuple(
-            ContentPart(
-                pages.storage,
-                pages.offset // item + run.offset,
-                (num_blocks, self.rank_heads, 1, run.size),
-                (stride // item, run.head_stride, 0, run.stride),
-                run.start,
-            )
-            for run in self.runs
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateKind:
-    """The layers of a model whose states have one form.
-
-    Attributes:
-        num_layers: of the whole model.
-        components: what each layer keeps.
-    """
-
-    num_layers: int
-    components: tuple[StateComponent, ...]
-
-    @property
-    def layers(self) -> range:
-        """Their positions among each other."""
-        return range(self.num_layers)
-
-    @property
-    def groups(self) -> tuple[KVGroup, ...]:
-        """What a record holds of them, in order."""
-        return tuple(each.group(self.num_layers) for each in self.components)
 
 
 class _Columns(NamedTuple):
@@ -165,6 +59,42 @@ class Arrays:
         """Return the channels and the taps of a convolution's array."""
         first, second = self.shapes[array]
         return (first, second) if self.dim_first else (second, first)
+
+
+def page_parts(component: StateComponent, pages: Strided) -> tuple[ContentPart, ...]:
+    """Return the content parts of a component of one layer.
+
+    Args:
+        pages: the layer's pages `[blocks, bytes]`, or with axes of one element between them.
+
+    Raises:
+        LayoutError: the pages are no bytes, or not as long as the state, or not aligned.
+    """
+    item = ITEM_BYTES[component.dtype]
+    num_blocks, page, stride = pages.shape[0], pages.shape[-1], pages.strides[0]
+    last = max(run.offset + (run.size - 1) * run.stride for run in component.runs)
+    needed = (last + (component.rank_heads - 1) * component.runs[0].head_stride + 1) * item
+    is_of_bytes = pages.dtype in ("int8", "uint8") and pages.strides[-1] == 1
+    if not is_of_bytes or math.prod(pages.shape) != num_blocks * page or page < needed:
+        raise LayoutError(
+            f"pages of states are bytes, at least {needed} each; the tensor has shape "
+            f"{pages.shape}, strides {pages.strides} and dtype {pages.dtype}"
+        )
+    if pages.offset % item or stride % item:
+        raise LayoutError(
+            f"states of {component.dtype} begin at byte {pages.offset} and every {stride} bytes, "
+            f"no multiples of {item}"
+        )
+    return tuple(
+        ContentPart(
+            pages.storage,
+            pages.offset // item + run.offset,
+            (num_blocks, component.rank_heads, 1, run.size),
+            (stride // item, run.head_stride, 0, run.stride),
+            run.start,
+        )
+        for run in component.runs
+    )
 
 
 def components_of(kind: str, arrays: Arrays) -> tuple[StateComponent, ...]:

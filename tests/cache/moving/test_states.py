@@ -16,13 +16,13 @@ from kvferry.contract.spec import EngineSpec, StateSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, state_keys
 from kvferry.layout.shards import tensor_parallel_shard
-from kvferry.layout.states import StateKind, components_of
+from kvferry.layout.states import components_of
 from kvferry.observe import Counters
 from kvferry.record.check import MissReason, parse_head
 from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.types import ChunkKey, KVGroup, TablePart
+from kvferry.types import ChunkKey, KVGroup, StateKind, TablePart
 from tests.state_models import MODELS, Place
 
 KIND = "Mamba-2"

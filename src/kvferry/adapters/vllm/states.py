@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvferry.errors import ConfigError, LayoutError
-from kvferry.layout.states import Arrays, StateComponent, components_of
+from kvferry.layout.states import Arrays, components_of
+from kvferry.types import StateComponent
 
 _KINDS = {
     "MAMBA1": "mamba1",
