@@ -3,7 +3,9 @@ also after weights changed, which begins an epoch with a namespace of its own.""
 
 from __future__ import annotations
 
+import gc
 import time
+import warnings
 
 import pytest
 
@@ -147,7 +149,11 @@ def test_what_was_erased_is_taken_back_where_it_lies(client):
 def test_a_view_lives_as_long_as_its_store_and_no_longer(client):
     """Dropping the store that it came from closes no tier of it; closing closes all views."""
     views = TieredStore([RemoteStore("dict://h", client, Opening(namespace=FIRST))])
-    views = views.in_namespace(LATER)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        views = views.in_namespace(LATER)
+        gc.collect()
+    assert said == []
     put(views, LATER, make_key(1))
     first = views.in_namespace(FIRST)
     views.close()
