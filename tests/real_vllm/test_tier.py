@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import enum
+import importlib
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm.config
+import vllm.v1.kv_cache_interface
+from packaging.version import Version
 
 from kvferry.adapters.rows import RowsOptions
 from kvferry.adapters.vllm import tier_identity
@@ -575,3 +580,28 @@ def test_under_backpressure_stores_are_dropped_then_resume(valkey: Place, vllm_c
         one.store(*range(1001, 1005))  # memory has the others no more
         wait_loaded(one, offers.given[-1])
         one.assert_nothing_is_held()
+
+
+OF_OTHER_RELEASES = {"num_hash_lookahead_tokens", "shared_by"}
+"""Fields that vLLM 0.32 lacks, and that others have."""
+
+
+def test_what_is_read_with_a_default_is_what_this_vllm_calls_so() -> None:
+    """A field that vLLM renames would read as its default: rows of two layouts under one name."""
+    if Version(vllm.__version__).release[:2] < (0, 32):
+        return  # what these have was looked up once, and does not change any more
+    offloading = importlib.import_module("vllm.v1.kv_offload.config")
+    places = (vllm.config, vllm.v1.kv_cache_interface, offloading)
+    declared = {
+        each.name
+        for place in places
+        for of in vars(place).values()
+        if isinstance(of, type) and is_dataclass(of)
+        for each in fields(of)
+    }
+    read: set[str] = set(tier_identity._PLACEMENT)
+    for node in ast.walk(ast.parse(Path(tier_identity.__file__).read_text("utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            read |= {str(each.value) for each in node.args[1:2] if isinstance(each, ast.Constant)}
+    assert len(read) > 12
+    assert read - declared == OF_OTHER_RELEASES
