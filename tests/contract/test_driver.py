@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
-from kvferry.contract.rules import Reports
+from kvferry.contract.promises import Reports
 from kvferry.errors import ContractError
 from kvferry.observe import Counters
 from kvferry.v1.asynchronous import REMEMBERED_REQUESTS

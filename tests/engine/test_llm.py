@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.cache.memory import SlotMemory
-from kvferry.contract.rules import Reports
+from kvferry.contract.promises import Reports
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine import llm as llm_module
 from kvferry.engine.llm import READY_SECONDS

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, RepairedPlan, WorkerOutput
-from kvferry.contract.rules import HookFaults
 from kvferry.contract.worker import IDLE_WAIT_SECONDS, SupportsLayerwise, WorkerRole
 from kvferry.errors import ContractError
 from kvferry.observe import Observer
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 class StepDriver:
     """The driver of one worker role. Faults become failed loads and absent saves. Each output obeys
-    the rules of `WorkerOutput` (`kvferry.contract.rules`), whatever the role reports; one without a
-    report is `EMPTY_OUTPUT` itself.
+    the rules of `WorkerOutput` (`kvferry.contract.promises`), whatever the role reports; one
+    without a report is `EMPTY_OUTPUT` itself.
 
     An `Exception` of a hook is counted (`hook_failed`, `hook_failed_<hook>`) and logged now and
     then; `KeyboardInterrupt` and `SystemExit` pass. What else happens, by hook:

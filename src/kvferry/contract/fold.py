@@ -14,8 +14,8 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerMeta, WorkerOutput
-from kvferry.contract.rules import HookFaults
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 

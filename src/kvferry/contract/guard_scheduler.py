@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvferry.contract.faults import HookFaults
 from kvferry.contract.host_rules import HostRules
 from kvferry.contract.messages import (
     ASK_AGAIN,
@@ -25,7 +26,6 @@ from kvferry.contract.messages import (
     Plan,
     WorkerOutput,
 )
-from kvferry.contract.rules import HookFaults
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Observer
 from kvferry.types import BlockTable, RequestView, StepView

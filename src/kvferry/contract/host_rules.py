@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import EMPTY_OUTPUT, WorkerOutput
-from kvferry.contract.rules import HookFaults
 from kvferry.types import NULL_BLOCK, BlockTable, RequestView, ScheduledRequest, StepView
 
 _UNKNOWN = 1 << 62

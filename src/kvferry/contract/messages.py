@@ -122,18 +122,11 @@ class RepairedPlan(Plan, frozen=True, kw_only=True):
         promised_block_ids: all blocks that loads of this plan may fill; None: not checked. Set from
             the first failed `build_plan` on, since the role may still plan the loads of that step
             later, when their blocks have other owners.
-        lost_request_ids: requests that wait for an async load which may never have been planned.
-        promised_request_ids: the async loads that fill `promised_block_ids`.
-        freed_request_ids: ended requests whose blocks were freed because `request_finished` raised.
-            A delayed free reported for one of them kills the host.
     """
 
     plan: Plan
     lost_block_ids: frozenset[int] = frozenset()
     promised_block_ids: frozenset[int] | None = None
-    lost_request_ids: frozenset[str] = frozenset()
-    promised_request_ids: frozenset[str] = frozenset()
-    freed_request_ids: frozenset[str] = frozenset()
 
 
 class WorkerMeta(msgspec.Struct, frozen=True, kw_only=True, tag=True):

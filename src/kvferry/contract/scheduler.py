@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupResult, Plan, WorkerOutput
-from kvferry.contract.rules import Promises
+from kvferry.contract.promises import Promises
 from kvferry.types import BlockTable, RequestView, StepView
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvferry.contract.messages import Plan, WorkerOutput
-from kvferry.contract.rules import Reports
+from kvferry.contract.promises import Reports
 
 if TYPE_CHECKING:
     import torch

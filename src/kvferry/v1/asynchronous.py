@@ -2,7 +2,7 @@
 its end.
 
 Connectors written for vLLM use both; kvferry's cache uses neither. A role with either of them names
-these classes as its `rules`, on both halves. Each extends a class of `kvferry.contract.rules` by
+these classes as its `rules`, on both halves. Each extends a class of `kvferry.contract.promises` by
 the rules for request ids.
 
 A host may crash, or hold blocks for ever, where a role breaks one of these rules:
@@ -20,15 +20,29 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import msgspec
-
+from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import Plan, RepairedPlan, WorkerOutput
-from kvferry.contract.rules import HookFaults, Promises, Reports
+from kvferry.contract.promises import Promises, Reports
 from kvferry.types import BlockTable, StepView
 
 REMEMBERED_REQUESTS = 65_536
 """How many ended requests are remembered, reported or not. Nothing but this limit removes them.
 A `finished_sending` of a forgotten id is held back until a request with the same id ends."""
+
+
+class AsyncRepairedPlan(RepairedPlan, frozen=True, kw_only=True):
+    """A repaired plan with what the worker role may not know of requests.
+
+    Attributes:
+        lost_request_ids: requests that wait for an async load which may never have been planned.
+        promised_request_ids: the async loads that fill `promised_block_ids`.
+        freed_request_ids: ended requests whose blocks were freed because `request_finished` raised.
+            A delayed free reported for one of them kills the host.
+    """
+
+    lost_request_ids: frozenset[str] = frozenset()
+    promised_request_ids: frozenset[str] = frozenset()
+    freed_request_ids: frozenset[str] = frozenset()
 
 
 class AsyncPromises(Promises):
@@ -84,8 +98,10 @@ class AsyncPromises(Promises):
             if not freed:
                 return plan
             repaired = RepairedPlan(plan=plan)
-        return msgspec.structs.replace(
-            repaired,
+        return AsyncRepairedPlan(
+            plan=repaired.plan,
+            lost_block_ids=repaired.lost_block_ids,
+            promised_block_ids=repaired.promised_block_ids,
             lost_request_ids=lost,
             promised_request_ids=frozenset() if repaired.promised_block_ids is None else promised,
             freed_request_ids=freed,
@@ -124,22 +140,24 @@ class AsyncReports(Reports):
         if not isinstance(plan, RepairedPlan):
             self._loading |= self._started(plan)
             return True
-        self._freed |= plan.freed_request_ids
-        lost = plan.lost_request_ids
+        lost = promised = frozenset[str]()
+        if isinstance(plan, AsyncRepairedPlan):
+            self._freed |= plan.freed_request_ids
+            lost, promised = plan.lost_request_ids, plan.promised_request_ids
         is_sound = super().begin(plan)
         # The role may still start some lost loads and write to their blocks until it reports their
         # end, so they fail only then.
         started = self._started(plan.plan) if is_sound else frozenset()
         if not is_sound:
-            lost |= plan.promised_request_ids
+            lost |= promised
         self._loading |= started | lost
         self._lost |= lost - started
         self._failed |= lost & started
         return is_sound
 
     def _is_promised(self, plan: RepairedPlan, promised: frozenset[int]) -> bool:
-        is_known = self._started(plan.plan) <= plan.promised_request_ids
-        return is_known and super()._is_promised(plan, promised)
+        known = plan.promised_request_ids if isinstance(plan, AsyncRepairedPlan) else frozenset()
+        return self._started(plan.plan) <= known and super()._is_promised(plan, promised)
 
     def _started(self, plan: Plan) -> frozenset[str]:
         named = plan.started_loads()

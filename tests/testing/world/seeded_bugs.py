@@ -242,7 +242,7 @@ BUGS = (
         "        return self.erasures is not None and self.erasures.refuses(value)",
         "        return False"),
     # -- bugs that kvferry has had
-    Bug("had: a reset drops a promise, and nothing fails", "contract/rules.py",
+    Bug("had: a reset drops a promise, and nothing fails", "contract/promises.py",
         "            self._lost.update(self._dropped(plan, step, planned))", "            pass"),
     Bug("had: a plan that cannot be built keeps its slots", SCHEDULER,
         "            self._cancel_copies()\n            raise", "            raise"),

@@ -33,7 +33,7 @@ from kvferry.adapters.sglang.pages import (
     pages_of,
 )
 from kvferry.config import build_config, format_size
-from kvferry.contract.rules import HookFaults
+from kvferry.contract.faults import HookFaults
 from kvferry.keys import Namespace
 from kvferry.observe import Counters
 from kvferry.v1.late_weights import LateWeights

@@ -31,8 +31,8 @@ from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import SharedStorageConfig
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.config import build_config, format_size, unknown
+from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import LookupMiss
-from kvferry.contract.rules import HookFaults
 from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache

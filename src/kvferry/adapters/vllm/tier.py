@@ -48,7 +48,7 @@ from kvferry.adapters.vllm.metrics import PREFIX
 from kvferry.adapters.vllm.tier_identity import rows_namespace, values_of_rows
 from kvferry.adapters.vllm.tier_rows import Finished, TierRows
 from kvferry.config import build_config, format_size
-from kvferry.contract.rules import HookFaults
+from kvferry.contract.faults import HookFaults
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.observe import Counters
