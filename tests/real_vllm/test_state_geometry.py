@@ -10,12 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.adapters.vllm.states import state_components
+from kvferry.adapters.vllm.states import state_components, states_of
+from kvferry.blocks.rows import RankRows
+from kvferry.blocks.states import PagedStates
 from kvferry.errors import ConfigError
 from kvferry.layout.ops import NumpyCopies, PagedKV, strided
 from kvferry.layout.plan import BlockRun
-from kvferry.layout.shards import heads_of_rank
+from kvferry.layout.shards import heads_of_rank, tensor_parallel_shard
 from kvferry.layout.states import page_parts
+from kvferry.record.schema import RecordSchema
+from kvferry.record.state_parts import chunk_tokens_with_states, state_parts
+from kvferry.types import KVGroup, StateKind
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what vLLM imports
@@ -84,9 +89,12 @@ def spec_of(name, tp, **more):
     return MambaSpec(shapes=shapes(tp), dtypes=dtypes, mamba_type=kind, **values)
 
 
+def config_of(name):
+    return SimpleNamespace(**({"mamba_n_groups": 1} if MODELS[name][4] else {"n_groups": 8}))
+
+
 def components(name, tp, order, config=None, **more):
-    one_group = bool(MODELS[name][4])
-    config = config or SimpleNamespace(**({"mamba_n_groups": 1} if one_group else {"n_groups": 8}))
+    config = config or config_of(name)
     spec = spec_of(name, tp, **more)
     return state_components(spec, config, tp, dim_first=order == "DS", where="layer 1")
 
@@ -111,10 +119,10 @@ class Rank:
         config.cache_config.mamba_cache_mode = "align"
         config.model_config = copy.copy(vllm_config.model_config)
         config.model_config.max_model_len = 256
-        [groups] = get_kv_cache_configs(config, [specs], [1 << 30])
-        sizes = [group.kv_cache_spec.block_size for group in groups.kv_cache_groups]
+        [self.groups] = get_kv_cache_configs(config, [specs], [1 << 30])
+        sizes = [group.kv_cache_spec.block_size for group in self.groups.kv_cache_groups]
         layout = KVCacheLayout["LBNHC"]
-        self.caches = allocate_kv_cache(groups, torch.device("cpu"), layout, sizes)
+        self.caches = allocate_kv_cache(self.groups, torch.device("cpu"), layout, sizes)
         self.pages = [self.caches[each] for each in self.names]
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.memory.set_(self.pages[0].untyped_storage())
@@ -212,6 +220,92 @@ def test_a_state_of_any_ranks_is_that_of_one_rank_and_comes_back_into_pages_of_v
                 written += view.numel() * view.itemsize
         changed = int((host.memory != 0xA5).sum())
         assert written * 0.9 < changed <= written, "other blocks, layers or padding"
+
+
+def host_config(name, tp):
+    config = config_of(name)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp),
+        model_config=SimpleNamespace(hf_config=config, hf_text_config=config),
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 4, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_described_as_vllm_groups_it_and_its_parts_fill_its_pages(
+    name, tp, order, vllm_config
+):
+    hosts = [Rank(name, tp, tp - 1, vllm_config) for _ in range(2)]
+    states = states_of(host_config(name, tp), hosts[0].groups, dim_first=order == "DS")
+    kind = StateKind(num_layers=LAYERS, components=components(name, tp, order))
+    assert states.kinds == (kind,)
+    assert states.block_size == 64
+    for part in states.tables:
+        group = hosts[0].groups.kv_cache_groups[part.table]
+        assert set(part.layer_names) <= set(group.layer_names)
+        assert [hosts[0].names[layer] for layer in part.layers] == list(part.layer_names)
+    kv = KVGroup(num_layers=8, num_kv_heads=16, content_size=64, dtype="bfloat16", block_size=64)
+    tokens = chunk_tokens_with_states((kv,), states.groups, states.block_size)
+    chunk = RecordSchema.for_groups(namespace=bytes(32), chunk_tokens=tokens, groups=(kv,))
+    parts = state_parts(chunk, states.groups)
+    rows = [
+        RankRows(part.groups, tensor_parallel_shard(part.groups, tp - 1, tp), part.schema)
+        for part in parts
+    ]
+    blocks = {part.table: BLOCK for part in states.tables}
+    for layer in range(LAYERS):
+        for view, wanted in hosts[0].arrays(layer):
+            view.copy_(wanted)
+    for number, each in enumerate(rows):
+        slot = memoryview(bytearray(each.slot_bytes))
+        for host, way in zip(hosts, ("gather", "scatter"), strict=True):
+            paged = PagedStates(states.kinds, states.tables, list(zip(parts, rows, strict=True)))
+            paged.register(host.caches)
+            getattr(paged, way)(number, slot, blocks)
+    for layer in range(LAYERS):
+        for view, wanted in hosts[1].arrays(layer):
+            assert torch.equal(view, wanted)
+
+
+def test_a_model_of_two_kinds_has_both_and_one_without_states_has_none():
+    specs = {
+        "model.layers.0.mixer": spec_of("Granite 4 (Mamba-2, one group)", 1),
+        "model.layers.2.conv": spec_of("LFM2 (short convolution)", 1),
+        "model.layers.1.mixer": spec_of("Granite 4 (Mamba-2, one group)", 1),
+    }
+    attention = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=16, dtype=BF16)
+    config = host_config("Granite 4 (Mamba-2, one group)", 1)
+
+    def groups(*several):
+        return SimpleNamespace(
+            kv_cache_groups=[
+                SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names, spec in several
+            ]
+        )
+
+    found = states_of(
+        config,
+        groups(
+            (["model.layers.3.attn"], attention), *(([name], spec) for name, spec in specs.items())
+        ),
+        dim_first=False,
+    )
+    assert [kind.num_layers for kind in found.kinds] == [2, 1]
+    assert [(part.table, part.group, part.layers) for part in found.tables] == [
+        (1, 0, (0,)),
+        (3, 0, (1,)),
+        (2, 1, (0,)),
+    ]
+    assert states_of(config, groups((["model.layers.3.attn"], attention)), dim_first=False) is None
+    with pytest.raises(ConfigError, match=r"blocks of \[32, 64\] tokens"):
+        states_of(
+            config,
+            groups(
+                (["a.0"], spec_of("LFM2 (short convolution)", 1)),
+                (["a.1"], spec_of("LFM2 (short convolution)", 1, block_size=32)),
+            ),
+            dim_first=False,
+        )
 
 
 def test_groups_are_taken_for_one_only_if_the_configuration_says_so(order):

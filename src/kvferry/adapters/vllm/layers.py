@@ -126,8 +126,8 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
     drafts = _drafts(vllm_config, kv_cache_config, modules)
     found, rings, place = [], {}, 0
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
-        for name, spec in _specs_of(group):
-            number = _number_of(name, place)
+        for name, spec in specs_of(group):
+            number = number_of(name, place)
             place += 1
             if name in drafts:
                 continue
@@ -176,7 +176,7 @@ def _check_rings(rings: Mapping[str, int], block_sizes: Collection[int]) -> None
 
 def num_target_layers(model: Any) -> int:
     """The number of layers of the model itself, without drafts; huge if it is not said."""
-    config = _text_config(model)
+    config = text_config(model)
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
         number = getattr(config, name, None)
         if isinstance(number, int) and not isinstance(number, bool):
@@ -184,17 +184,17 @@ def num_target_layers(model: Any) -> int:
     return 1 << 30
 
 
-def _text_config(model: Any) -> Any:
+def text_config(model: Any) -> Any:
     return getattr(model, "hf_text_config", None) or model.hf_config
 
 
-def _number_of(name: str, place: int) -> int:
+def number_of(name: str, place: int) -> int:
     """Return the position in the model: the first number in the name, or the host's order."""
     match = _NUMBER.search(name) or _ANY_NUMBER.search(name)
     return place if match is None else int(match.group(1))
 
 
-def _specs_of(group: Any) -> Iterator[tuple[str, Any]]:
+def specs_of(group: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and spec of each layer of a group. A uniform group has a spec for each."""
     each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     for name in group.layer_names:
@@ -221,7 +221,7 @@ def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) 
             says anything of those behind it.
     """
     specs = {
-        name: spec for group in kv_cache_config.kv_cache_groups for name, spec in _specs_of(group)
+        name: spec for group in kv_cache_config.kv_cache_groups for name, spec in specs_of(group)
     }
     found = {
         name
@@ -238,7 +238,7 @@ def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) 
 
     def looks_so(name: str) -> bool:
         is_named_so = not {"draft_model", "mtp"}.isdisjoint(name.split("."))
-        is_behind = _number_of(name, 0) >= num_layers
+        is_behind = number_of(name, 0) >= num_layers
         keeps_tokens = type(specs[name]).__name__ in _SERVED
         return keeps_tokens and (is_named_so or is_behind)
 
@@ -343,7 +343,7 @@ def _window_of(number: int, spec: Any, model: Any) -> int | None:
     """Return the window of a layer. vLLM may keep all tokens of layers with and without a window in
     one group, whose spec does not tell them apart; the model's configuration does."""
     window = getattr(spec, "sliding_window", None)
-    config = _text_config(model)
+    config = text_config(model)
     kinds = getattr(config, "layer_types", None)
     if type(spec).__name__ not in _SLIDING and isinstance(kinds, list) and number < len(kinds):
         window = config.sliding_window if kinds[number] == "sliding_attention" else None
@@ -358,7 +358,7 @@ def _chunk_of(number: int, spec: Any, model: Any) -> int | None:
     """Return the tokens of a layer's attention chunks. As for windows, the model's configuration
     says which layers have them where vLLM keeps all tokens of all layers in one group."""
     chunk = getattr(spec, "attention_chunk_size", None)
-    kinds = getattr(_text_config(model), "layer_types", None)
+    kinds = getattr(text_config(model), "layer_types", None)
     if not _is_chunked(spec) and isinstance(kinds, list) and number < len(kinds):
         chunk = chunk if kinds[number] == "chunked_attention" else None
     return chunk if isinstance(chunk, int) else None
@@ -419,7 +419,7 @@ def _numbers_of_heads(model: Any, number: int) -> list[tuple[str, int]]:
     if number < len(by_layer) and any("total_num_kv_heads" in each for each in by_layer):
         assert arch is not None, "it has layers"
         return [("num_kv_heads", int(arch[number].total_num_kv_heads))]
-    config = _text_config(model)
+    config = text_config(model)
     return list(_numbers(config.to_dict() if hasattr(config, "to_dict") else vars(config)))
 
 

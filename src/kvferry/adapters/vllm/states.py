@@ -8,12 +8,14 @@ that says which bytes of a page are which.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvferry.adapters.vllm.layers import number_of, specs_of, text_config
+from kvferry.contract.spec import StateSpec
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.layout.states import Arrays, components_of
-from kvferry.types import StateComponent
+from kvferry.types import StateComponent, StateKind, TablePart
 
 _KINDS = {
     "MAMBA1": "mamba1",
@@ -28,9 +30,67 @@ _GROUPS = re.compile(r"(mamba_|ssm_)?n_?groups")
 """Names that configurations have for the groups of B and C."""
 
 
+def states_of(
+    vllm_config: Any,  # noqa: ANN401 - the host's, as all here
+    kv_cache_config: Any,  # noqa: ANN401
+    *,
+    dim_first: bool,
+) -> StateSpec | None:
+    """Return the recurrent states of a model, and the block tables in which they stand; None if it
+    has none. Kinds are in the order of their first layers.
+
+    Raises:
+        ConfigError: as `state_components`, or blocks of several sizes.
+    """
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    config = text_config(vllm_config.model_config)
+    found: list[tuple[int, str, int, int, tuple[StateComponent, ...]]] = []
+    place = 0
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name, spec in specs_of(group):
+            number = number_of(name, place)
+            place += 1
+            if type(spec).__name__ != "MambaSpec":
+                continue
+            components = state_components(
+                spec, config, num_ranks, dim_first=dim_first, where=f"layer {name}"
+            )
+            found.append((number, name, table, int(spec.block_size), components))
+    if not found:
+        return None
+    of_kind: dict[tuple[StateComponent, ...], list[tuple[str, int, int]]] = {}
+    for _, name, table, size, components in sorted(found, key=lambda each: each[:2]):
+        of_kind.setdefault(components, []).append((name, table, size))
+    return StateSpec(
+        kinds=tuple(
+            StateKind(num_layers=len(layers), components=components)
+            for components, layers in of_kind.items()
+        ),
+        tables=tuple(
+            part
+            for kind, layers in enumerate(of_kind.values())
+            for part in _table_parts(kind, layers)
+        ),
+    )
+
+
+def _table_parts(kind: int, layers: Sequence[tuple[str, int, int]]) -> Iterator[TablePart]:
+    """Yield the layers of a kind by block table, given the name, the table and the block size of
+    each."""
+    for table, size in sorted({(table, size) for _, table, size in layers}):
+        here = [(at, name) for at, (name, *stands) in enumerate(layers) if stands == [table, size]]
+        yield TablePart(
+            table=table,
+            group=kind,
+            layers=tuple(at for at, _ in here),
+            layer_names=tuple(name for _, name in here),
+            block_size=size,
+        )
+
+
 def state_components(
-    spec: Any,  # noqa: ANN401 - the host's, as all here
-    text_config: Any,  # noqa: ANN401
+    spec: Any,  # noqa: ANN401 - the host's
+    config: Any,  # noqa: ANN401
     num_ranks: int,
     *,
     dim_first: bool,
@@ -40,7 +100,7 @@ def state_components(
 
     Args:
         spec: a `MambaSpec` of one rank.
-        text_config: the model's.
+        config: the model's, of its text.
         dim_first: whether convolutions lie as `[channel, tap]` (`VLLM_SSM_CONV_STATE_LAYOUT=DS`).
         where: names the layer, for messages.
 
@@ -68,7 +128,7 @@ def state_components(
         dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
         num_ranks=num_ranks,
         dim_first=dim_first,
-        shares_groups=num_ranks > 1 and _has_one_group(text_config),
+        shares_groups=num_ranks > 1 and _has_one_group(config),
     )
     try:
         return components_of(_KINDS[kind], arrays)
@@ -76,11 +136,11 @@ def state_components(
         raise ConfigError(f"{where} has states of {kind}: {error}") from error
 
 
-def _has_one_group(text_config: Any) -> bool:  # noqa: ANN401 - the host's
+def _has_one_group(config: Any) -> bool:  # noqa: ANN401 - the host's
     """Whether all heads share B and C, so that each rank has a copy. Only if all that the
     configuration names so agree: else each rank is taken to have groups of its own, which is never
     wrong, but read only with as many ranks."""
-    fields = text_config.to_dict() if hasattr(text_config, "to_dict") else vars(text_config)
+    fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
     found = set(_numbers_of_groups(fields))
     return found == {1}
 
