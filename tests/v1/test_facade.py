@@ -603,7 +603,7 @@ def test_a_look_up_waits_for_an_adapter_that_is_being_read():
     assert connector.get_num_new_matched_tokens(first, 0) == (0, False)
     known.append("content")
     assert connector.get_num_new_matched_tokens(second, 0) == (0, False)
-    requests.allocated("a", ([1, 2],), 0)
+    requests.allocated(requests.view(first), ([1, 2],), 0)
     output = SchedulerOutput(
         scheduled_cached_reqs=CachedRequestData(
             req_ids=["a"], new_block_ids=[None], num_computed_tokens=[4]
@@ -643,7 +643,7 @@ def test_a_request_that_runs_goes_uncached_when_its_adapter_loses_its_identity(e
     requests = HostRequests(identify, str)
     request = host_request(lora_request=Adapter("a"))
     view = requests.view(request)
-    requests.allocated(request.request_id, ([1, 2],), 0)
+    requests.allocated(view, ([1, 2],), 0)
     assert requests.view(request).extra_keys.lora == "content"  # the hit that was promised is read
     if event == "look-up":
         requests.view(request, is_lookup=True)
@@ -681,9 +681,10 @@ def test_the_prompt_of_a_request_is_as_long_as_the_host_says():
 
 def test_a5_the_table_of_an_async_load_is_whole_on_hosts_that_show_only_what_is_new():
     requests = HostRequests(lambda lora: None, str)
-    assert requests.allocated("r", ([1, 2],), 8) == ([1, 2],)
-    assert requests.allocated("r", ([3],), 0) == ([1, 2, 3],)  # 0.13
-    assert requests.allocated("r", ([1, 2, 3],), 0) == ([1, 2, 3],)  # 0.32
+    view = requests.view(host_request())
+    assert requests.allocated(view, ([1, 2],), 8) == ([1, 2],)
+    assert requests.allocated(view, ([3],), 0) == ([1, 2, 3],)  # 0.13
+    assert requests.allocated(view, ([1, 2, 3],), 0) == ([1, 2, 3],)  # 0.32
 
 
 def test_a_host_of_no_known_version_costs_the_cache_not_the_engine():

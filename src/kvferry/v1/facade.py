@@ -246,7 +246,7 @@ class OneRole:
     ) -> None:
         role, requests, _ = self._woken()
         view = requests.view(request)
-        table = requests.allocated(view.request_id, blocks.get_block_ids(), num_external_tokens)
+        table = requests.allocated(view, blocks.get_block_ids(), num_external_tokens)
         role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -76,7 +76,7 @@ class HostRequestView:
 
     __slots__ = (
         "awaits_adapter", "extra_keys", "handover", "inputs", "is_unread", "options", "request",
-        "request_id", "until",
+        "request_id", "table", "until",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +88,7 @@ class HostRequestView:
         self.is_unread = False  # not cacheable, but perhaps once its adapter is read
         self.awaits_adapter = False  # the adapter is being looked at, for the first time or again
         self.until: float | None = None  # until when its look-ups wait for that
+        self.table: list[list[int]] | None = None  # its blocks, one list for each of its tables
         self.extra_keys = NO_EXTRA_KEYS
         self.handover = handover
         self.options = options
@@ -129,7 +130,7 @@ class V1Step(NamedTuple):
 
 
 class HostRequests:
-    """The host's requests and the block table of each.
+    """The host's requests, each with its block table.
 
     Args:
         hands_over: False: handover fields of requests are not read and nothing is explained, since
@@ -161,7 +162,6 @@ class HostRequests:
         self._item_identity = item_identity
         self._forbidden: set[str] = set()  # options that clients tried to use
         self._views: dict[str, HostRequestView] = {}
-        self._tables: dict[str, list[list[int]]] = {}
 
     def view(self, request: V1Request, *, is_lookup: bool = False) -> HostRequestView:
         """The view of a request; the same object for the request's whole life. Its extra keys
@@ -240,21 +240,20 @@ class HostRequests:
     def forget(self, request_id: str) -> None:
         """Forget a request that ended."""
         self._views.pop(request_id, None)
-        self._tables.pop(request_id, None)
 
     def allocated(
-        self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+        self, view: HostRequestView, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> tuple[Sequence[int], ...]:
         """Return the full block table of a request after an allocation. At the end of an async
         load, hosts before 0.32 name only the added blocks; the others came at its start."""
         table = [list(group) for group in block_ids]
-        known = self._tables.get(request_id)
+        known = view.table
         if known is not None and num_external_tokens == 0 and len(known) == len(table):
             table = [
                 new if new[: len(old)] == old else old + new
                 for old, new in zip(known, table, strict=True)
             ]
-        self._tables[request_id] = table
+        view.table = table
         return tuple(table)
 
     def step(self, output: SchedulerOutput) -> StepView:
@@ -263,16 +262,18 @@ class HostRequests:
         try:
             return self._step(output)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            self._tables.clear()  # any of them may lack a block of this step
+            for view in self._views.values():  # any table may lack a block of this step
+                view.table = None
             return cast("StepView", UnreadableStep(error))
 
     def _step(self, output: Any) -> V1Step:  # noqa: ANN401 - a host's object
         preempted = getattr(output, "preempted_req_ids", None) or ()
         for request_id in preempted:
-            self._tables.pop(request_id, None)
+            if request_id in self._views:
+                self._views[request_id].table = None
         num_computed_tokens: dict[str, int] = {}
         for new in output.scheduled_new_reqs:  # some hosts resume requests as new ones
-            self._tables[new.req_id] = [list(group) for group in new.block_ids]
+            self._give_blocks(new.req_id, new.block_ids)
             num_computed_tokens[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for request_id, added, num_computed, is_resumed in zip(
@@ -284,24 +285,33 @@ class HostRequests:
         ):
             num_computed_tokens[request_id] = num_computed
             if is_resumed:
-                self._tables[request_id] = [list(group) for group in added or ()]
-            elif added is not None and request_id in self._tables:
-                for group, more in zip(self._tables[request_id], added, strict=True):
+                self._give_blocks(request_id, added or ())
+            elif added is not None and request_id in self._views:
+                table = self._views[request_id].table
+                for group, more in () if table is None else zip(table, added, strict=True):
                     group.extend(more)
         scheduled = []
         for request_id, num_computed in num_computed_tokens.items():
-            view, table = self._views.get(request_id), self._tables.get(request_id)
-            if view is None or table is None:
-                if view or table:  # so that it is said once
-                    logger.warning("%r is scheduled in unknown blocks: not cached", request_id)
-                    self.forget(request_id)
+            view = self._views.get(request_id)
+            if view is None:
+                continue
+            if view.table is None:
+                logger.warning("%r is scheduled in unknown blocks: not cached", request_id)
+                self.forget(request_id)
                 continue
             if view.is_unread:
                 self._follow(view)
             self._check_adapter(view)
             num_tokens = output.num_scheduled_tokens[request_id]
-            scheduled.append(ScheduledView(view, tuple(table), num_computed, num_tokens))
+            scheduled.append(ScheduledView(view, tuple(view.table), num_computed, num_tokens))
         return V1Step(scheduled, preempted, output.finished_req_ids)
+
+    def _give_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        view = self._views.get(request_id)
+        if view is None:
+            logger.warning("%r is scheduled, and was never shown: not cached", request_id)
+        else:
+            view.table = [list(group) for group in block_ids]
 
 
 def is_quiet(output: Any) -> bool:  # noqa: ANN401 - a host's object
