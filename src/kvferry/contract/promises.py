@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,6 +23,20 @@ import msgspec
 from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, RepairedPlan, WorkerOutput
 from kvferry.types import NULL_BLOCK, BlockTable, StepView
+
+
+@dataclass(slots=True)
+class _Promise:
+    """What one live request was promised."""
+
+    offer: tuple[int, bool] | None = None  # by the last hit: local tokens, is it async
+    planned: frozenset[int] | None = None  # blocks of the load that the host counts on, since
+    lost: frozenset[int] | None = None  # the last plan; those to be failed: unknown to the role
+    is_blocked: bool = False  # a load was lost or failed: it gets no further hit
+
+    def lose(self) -> None:
+        if self.planned is not None:
+            self.lost = self.planned
 
 
 class Promises:
@@ -36,11 +51,8 @@ class Promises:
 
     def __init__(self, block_size: int | None) -> None:
         self._block_size = block_size
-        self._offered: dict[str, tuple[int, bool]] = {}  # last hit: local tokens, is it async
-        # Blocks of promised loads, by request: the host counts on them.
-        self._planned: dict[str, frozenset[int]] = {}  # allocated since the last plan
-        self._lost: dict[str, frozenset[int]] = {}  # to be failed: unknown to the role
-        self._hits_blocked: set[str] = set()  # requests with a load that was lost or failed
+        self._of: dict[str, _Promise] = {}
+        self._due: list[tuple[str, _Promise]] = []  # those with a load since the last plan
         self._suspect = False  # from the first plan on that could not be built: loads are checked
         self._last_filled: frozenset[int] = frozenset()  # by loads of the last plan
 
@@ -48,23 +60,26 @@ class Promises:
         """Whether a load of this request was lost before its plan, or an async load of it failed.
         The request gets no further hit: a host that restarts it asks again, and the same answer
         would fail in the same way for ever."""
-        return request_id in self._hits_blocked
+        promise = self._of.get(request_id)
+        return promise is not None and promise.is_blocked
 
     def offer(self, request_id: str, num_local_tokens: int, is_async: bool) -> None:
         """A lookup answered with a hit. The host need not take it."""
-        self._offered[request_id] = (num_local_tokens, is_async)
+        self._of.setdefault(request_id, _Promise()).offer = num_local_tokens, is_async
 
     def allocate(
         self, request_id: str, block_ids: BlockTable, num_external_tokens: int
     ) -> frozenset[int]:
         """The host takes the last offer, or declines it with a count of 0. Returns the blocks that
         the load will fill."""
-        local, _ = self._offered.pop(request_id, (0, False))
+        promise = self._of.setdefault(request_id, _Promise())
+        (local, _), promise.offer = promise.offer or (0, False), None
         if num_external_tokens <= 0:
             return frozenset()
-        blocks = self._external_blocks(block_ids, local, num_external_tokens)
-        self._planned[request_id] = blocks
-        return blocks
+        if promise.planned is None and promise.lost is None:
+            self._due.append((request_id, promise))
+        promise.planned = self._external_blocks(block_ids, local, num_external_tokens)
+        return promise.planned
 
     def _external_blocks(
         self, block_ids: BlockTable, num_local: int, num_external: int
@@ -82,21 +97,22 @@ class Promises:
 
     def lose(self, request_id: str) -> None:
         """Fail this request's load, if any, in the next plan: the role may not know of it."""
-        if request_id in self._planned:
-            self._lost[request_id] = self._planned[request_id]
+        if request_id in self._of:
+            self._of[request_id].lose()
 
     def lose_plan(self) -> None:
         """Fail all loads of a plan that the role could not build. Check those of all later plans,
         since it is not known whether the role has dropped these loads or will still plan them."""
-        self._lost.update(self._planned)
+        for _, promise in self._due:
+            promise.lose()
         self._suspect = True
 
     def end(self, request_id: str) -> bool:
         """Forget an ended request. True if an async load of it is under way: then the end of the
         load is the request's last report."""
-        self._offered.pop(request_id, None)
-        self._planned.pop(request_id, None)
-        self._hits_blocked.discard(request_id)
+        promise = self._of.pop(request_id, None)
+        if promise is not None:
+            promise.planned = None
         return False
 
     def free_now(self, request_id: str) -> None:
@@ -109,7 +125,7 @@ class Promises:
     def is_settled(self) -> bool:
         """Whether nothing promised still needs a plan or a report, so that the host may skip the
         role's steps. Never again True once a plan could not be built."""
-        return not (self._planned or self._lost or self._suspect)
+        return not (self._due or self._suspect)
 
     def repeat(self) -> Plan:
         """The plan for a step that has one already. The host may have sent the first, or lost it:
@@ -118,33 +134,36 @@ class Promises:
 
     def settle(self, plan: Plan, step: StepView) -> Plan:
         """The plan that the workers of this step get: `plan` itself if nothing needs repair."""
-        self._last_filled = frozenset().union(*self._planned.values())
-        planned, self._planned = self._planned, {}
+        due, self._due = self._due, []
+        planned = {name: each.planned for name, each in due if each.planned is not None}
+        self._last_filled = promised = frozenset().union(*planned.values())
         if planned:
-            self._lost.update(self._dropped(plan, step, planned))
-        if not (self._lost or self._suspect):
+            for name in self._dropped(plan, step, planned):
+                self._of[name].lose()
+        lost = [each for _, each in due if each.lost is not None]
+        lost_blocks = frozenset().union(*(each.lost or () for each in lost))
+        for each in lost:
+            each.is_blocked |= bool(each.lost)
+        for _, each in due:
+            each.planned = each.lost = None
+        if not (lost or self._suspect):
             return plan
-        lost, self._lost = self._lost, {}
-        self._hits_blocked.update(request_id for request_id, blocks in lost.items() if blocks)
         return RepairedPlan(
             plan=plan,
-            lost_block_ids=frozenset().union(*lost.values()),
-            promised_block_ids=frozenset().union(*planned.values()) if self._suspect else None,
+            lost_block_ids=lost_blocks,
+            promised_block_ids=promised if self._suspect else None,
         )
 
     def _dropped(
         self, plan: Plan, step: StepView, planned: Mapping[str, frozenset[int]]
-    ) -> dict[str, frozenset[int]]:
-        """Return the promises of which a plan has no load, as after a `reset` of the role. A
-        request that lost its blocks counts on no load, unless it was admitted again since."""
+    ) -> Collection[str]:
+        """Return the requests of whose promises a plan has no load, as after a `reset` of the role.
+        One that lost its blocks counts on no load, unless it was admitted again since."""
         filled = plan.filled_blocks()
-        dropped = {
-            name: blocks for name, blocks in planned.items() if blocks and blocks.isdisjoint(filled)
-        }
+        dropped = {name for name, blocks in planned.items() if blocks and blocks.isdisjoint(filled)}
         if dropped and step.preempted_request_ids:
             scheduled = {item.request.request_id for item in step.scheduled}
-            for name in set(step.preempted_request_ids) - scheduled:
-                dropped.pop(name, None)
+            dropped -= set(step.preempted_request_ids) - scheduled
         return dropped
 
 

@@ -60,7 +60,8 @@ class AsyncPromises(Promises):
     def allocate(
         self, request_id: str, block_ids: BlockTable, num_external_tokens: int
     ) -> frozenset[int]:
-        is_async = self._offered.get(request_id, (0, False))[1]
+        promise = self._of.get(request_id)
+        _, is_async = promise.offer or (0, False) if promise is not None else (0, False)
         blocks = super().allocate(request_id, block_ids, num_external_tokens)
         if is_async and num_external_tokens > 0:
             self._loading[request_id] = blocks
@@ -81,7 +82,7 @@ class AsyncPromises(Promises):
             if blocks and (
                 request_id in output.failed_recving or blocks & output.invalid_block_ids
             ):
-                self._hits_blocked.add(request_id)
+                self._of[request_id].is_blocked = True
         for request_id in output.finished_recving:
             self._loading.pop(request_id, None)
 
@@ -90,8 +91,9 @@ class AsyncPromises(Promises):
         return super().is_settled and not (self._loading or self._freed)
 
     def settle(self, plan: Plan, step: StepView) -> Plan:
-        lost = frozenset(self._lost.keys() & self._loading.keys())
-        promised = frozenset(self._planned.keys() & self._loading.keys())
+        due = [(name, each) for name, each in self._due if name in self._loading]
+        lost = frozenset(name for name, each in due if each.lost is not None)
+        promised = frozenset(name for name, each in due if each.planned is not None)
         freed, self._freed = frozenset(self._freed), set()
         repaired = super().settle(plan, step)
         if not isinstance(repaired, RepairedPlan):
@@ -109,9 +111,9 @@ class AsyncPromises(Promises):
 
     def _dropped(
         self, plan: Plan, step: StepView, planned: Mapping[str, frozenset[int]]
-    ) -> dict[str, frozenset[int]]:
+    ) -> Collection[str]:
         """A foreign connector's plan is opaque, and an aborted load may be under way in it."""
-        return {}
+        return ()
 
 
 class AsyncReports(Reports):

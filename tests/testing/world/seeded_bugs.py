@@ -48,6 +48,8 @@ SCHEDULER = "cache/deciding/scheduler.py"
 REQUEST = "cache/deciding/request.py"
 REQUESTS = "cache/deciding/requests.py"
 LOOKUP = "cache/deciding/lookup.py"
+SEARCH = "cache/deciding/search.py"
+SEARCHES = "cache/deciding/searches.py"
 POOL = "cache/deciding/host_pool.py"
 SAVES = "cache/deciding/save_plan.py"
 AUDITS = "cache/deciding/audits.py"
@@ -91,14 +93,14 @@ BUGS = (
     Bug("a withdrawn chunk is lent for ever", POOL,
         "                self.loans.withdraw(slot.key)\n        self._settle(slot)",
         "                pass\n        self._settle(slot)"),
-    Bug("a pin of a hit is ended twice", LOOKUP,
+    Bug("a pin of a hit is ended twice", SEARCH,
         "        self.pinned.release()\n        self.withdraw()\n",
         "        self.pinned._pool.unpin_all(list(self.pinned))\n"
         "        self.pinned.release()\n        self.withdraw()\n"),
     # -- hits
     Bug("a hit counts chunks that are still being read", LOOKUP,
-        "            if not holds(keys[number], self._groups(search, number, hit)):",
-        "            if self._pool.find(keys[number]) is None:"),
+        "            if chunk.what is HELD or self.groups(ask.wanted, number, hit) <= chunk.held:",
+        "            if chunk.what is not STORED:"),
     Bug("a hit ends with the last token", LOOKUP,
         "        return max(0, min(num_chunks * self._chunk, end)) // block * block",
         "        return max(0, min(num_chunks * self._chunk, end + 1)) // block * block"),
@@ -106,11 +108,13 @@ BUGS = (
         "        return max(0, min(num_chunks * self._chunk, end)) // block * block",
         "        return max(0, min(num_chunks * self._chunk, end))"),
     Bug("a fetch has no deadline", LOOKUP,
-        "        return not isinstance(search.state, Fetching) or self._clock() < search.state.until",
-        "        return True"),
+        "        is_in_time = not isinstance(ask.state, Fetching) or ask.now < ask.state.until",
+        "        is_in_time = True",
+        (Edit(SEARCHES, "isinstance(state, Fetching) and self._clock() < state.until and",
+              "isinstance(state, Fetching) and"),)),
     Bug("a wait for another engine has no end", LOOKUP,
-        "        if now >= wait.until:\n", "        if False:\n"),
-    Bug("a promise stands although the host has other tokens itself", LOOKUP,
+        "        if ask.now >= wait.until:\n", "        if False:\n"),
+    Bug("a promise stands although the host has other tokens itself", SEARCHES,
         "        if hit is None or hit.start != num_local:", "        if hit is None:"),
     Bug("the load of a preempted request is still made", REQUEST,
         "        if not is_admitted:\n            self.drop_load()\n",
@@ -186,8 +190,8 @@ BUGS = (
         "                    self._learn(report)\n",
         "                    self._learn(report)\n                    self._learn(report)\n"),
     Bug("a reason is counted twice", ACCOUNTS,
-        "        misses[missed or LookupMiss.ABSENT] += limit - stop\n",
-        "        misses[missed or LookupMiss.ABSENT] += limit - stop\n"
+        "        misses[missed] += limit - stop\n",
+        "        misses[missed] += limit - stop\n"
         "        misses[LookupMiss.AUDIT] += misses[LookupMiss.AUDIT]\n"),
     Bug("a hit is counted for whole chunks", ACCOUNTS,
         "            tiers[tier] += min(stop, first + self._chunk) - max(start, first)",
@@ -243,7 +247,7 @@ BUGS = (
         "        return False"),
     # -- bugs that kvferry has had
     Bug("had: a reset drops a promise, and nothing fails", "contract/promises.py",
-        "            self._lost.update(self._dropped(plan, step, planned))", "            pass"),
+        "                self._of[name].lose()", "                pass"),
     Bug("had: a plan that cannot be built keeps its slots", SCHEDULER,
         "            self._cancel_copies()\n            raise", "            raise"),
     Bug("had: the thread of a tier spins", REMOTE,
