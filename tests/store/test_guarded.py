@@ -34,7 +34,6 @@ ASKED = {
     "describe": lambda store: store.describe(bytes(32), "text"),
     "stat": lambda store: store.stat().num_records,
     "close": lambda store: store.close(),
-    "needs_probes": lambda store: store.needs_probes,
     "probe": lambda store: store.probe([KEY]),
     "learn": lambda store: store.learn([KEY]),
     "wait_indexed": lambda store: store.wait_indexed(0.0),
@@ -47,6 +46,7 @@ ASKED = {
 }
 SAFE = {
     "where": Where.ABSENT,
+    "probe": Where.ABSENT,
     "put": PutResult.FAILED,
     "put_all": [PutResult.FAILED],
     "values_per_put": 1,
@@ -54,7 +54,7 @@ SAFE = {
     "tiers": [],
     "tier_of": "memory",
     "erased_since": [],
-    **dict.fromkeys(("delete", "needs_probes", "probe", "learn", "wait_indexed"), False),
+    **dict.fromkeys(("delete", "learn", "wait_indexed"), False),
     **dict.fromkeys(("discard", "touch", "describe", "close", "on_result")),
 }
 """What is answered in place of a fault, by calls that do not raise it or are not it."""
@@ -119,7 +119,7 @@ def test_a_fault_of_a_store_is_named_and_answered(guard_of, counts, caplog, name
     if how == "nonsense" and name in NO_ANSWER:
         return
     what, said = FAULTS[how]
-    if name in ("values_per_put", "needs_probes"):
+    if name == "values_per_put":
         what = property(what)
     store = guard_of(made_of(MemoryStore, name, what)())
     said = f"Theirs.{name} failed: {said or 'it returned a object, which is no answer to it'}"

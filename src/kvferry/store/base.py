@@ -4,7 +4,7 @@ Every store implements it. Commands also ask the catalogue that a store hands ou
 (`kvferry.store.catalogue`). A store knows nothing of heads, ranks or requests, and verifies
 nothing: `kvferry.store.recordio` checks records.
 
-`accepts`, `values_per_put`, `where`, `touch`, `stat`, `needs_probes`, `probe`, `learn`,
+`accepts`, `values_per_put`, `where`, `touch`, `stat`, `probe`, `learn`,
 `on_result`, `tier_of`, `erased_since`, `tiers`, `catalogues` and `in_namespace` do
 no I/O. All others may block on it: while an engine serves, they run on I/O threads, never on a
 scheduler's. A call with a deadline (`time.monotonic()` seconds) ends at it or shortly after; but
@@ -282,13 +282,8 @@ class Store(Contract, ABC):
 
     # -- an index that lags behind what other processes store -----------------------------------
 
-    @property
     @abstractmethod
-    def needs_probes(self) -> bool:
-        """Whether `where` learns only by a `probe` what others stored. It is ASKED meanwhile."""
-
-    @abstractmethod
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
         """Find out in the background whether `keys` (a prefix chain, in order) are here, for a
         later `where`. Dropped when too many probes wait.
 
@@ -297,7 +292,9 @@ class Store(Contract, ABC):
                 by one. Their first few are asked for first.
 
         Returns:
-            Whether there is a medium to ask, in which a key may appear that is not here yet.
+            ASKED where only a probe finds what others stored, so that `where` is ASKED meanwhile;
+            COMING where it is found without one; ABSENT where nothing else may appear. Also of no
+            keys, which asks nothing.
         """
 
     @abstractmethod

@@ -129,15 +129,9 @@ class GuardedStore(WrapperStore):
 
     # -- what is known --------------------------------------------------------------------------
 
-    @property
-    def needs_probes(self) -> bool:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
         return self._ask(
-            "needs_probes", lambda: self.inner.needs_probes, _is(bool), lambda _: False
-        )
-
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
-        return self._ask(
-            "probe", lambda: self.inner.probe(keys, again=again), _is(bool), lambda _: False
+            "probe", lambda: self.inner.probe(keys, again=again), _is(Where), lambda _: ABSENT
         )
 
     def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:

@@ -199,12 +199,8 @@ class MemoryStore(SingleStore):
 
     # -- nothing is here that this object does not know at once ----------------------------------
 
-    @property
-    def needs_probes(self) -> bool:
-        return False
-
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
-        return False
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
+        return ABSENT
 
     def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
         return False

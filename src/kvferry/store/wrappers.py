@@ -87,11 +87,7 @@ class WrapperStore(Store):
     def erased_since(self, number: int) -> Sequence[str]:
         return self.inner.erased_since(number)
 
-    @property
-    def needs_probes(self) -> bool:
-        return self.inner.needs_probes
-
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
         return self.inner.probe(keys, again=again)
 
     def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:

@@ -70,8 +70,8 @@ class Fickle(MemoryStore):
             return Where.HERE
         return Where.COMING if self.has_peer and key[1] % 2 == 0 else Where.ABSENT
 
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
-        return True
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
+        return Where.ASKED
 
     def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
         return holder == PEER
@@ -423,7 +423,7 @@ def test_what_a_peer_turns_out_to_lack_is_asked_for_once_in_the_order_of_the_pro
     slots = [slot for kind, slot in events.ends if kind == "fetch"]
     assert len(slots) == 4
     asked = []
-    events.store.probe = lambda keys, **how: asked.append((list(keys), how))
+    events.store.probe = lambda keys, **how: asked.append((list(keys), how)) or Where.ABSENT
     filled = tuple(Filled(slot, "absent") for slot in reversed(slots))
     report = RankReport(rank=0, pool=events.role.pool.pool_id, filled=filled)
     events.role.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
@@ -488,7 +488,7 @@ def test_a_search_whose_host_has_all_that_was_awaited_waits_no_more(which, num_l
 def test_nothing_is_awaited_while_there_is_no_store_to_ask():
     """Also if the host has no place for the request, and looks it up again and again."""
     events = Events(None, "off", 0)
-    events.store.probe = lambda keys, **how: False
+    events.store.probe = lambda keys, **how: Where.ABSENT
     events.arrive(0, 1)
     (request,) = events.requests
     for _ in range(3):
@@ -535,7 +535,7 @@ def test_a_search_that_waits_asks_again_for_the_next_chunks_only(num_known, monk
     events, asked = Events(None, "off", 0), []
     events.arrive(0, 1)
     events.store_some(0, num_known)
-    events.store.probe = lambda keys, **how: asked.append((list(keys), how)) or True
+    events.store.probe = lambda keys, **how: asked.append((list(keys), how)) or Where.ASKED
     events.look_up(0, 0)
     keys = events.role.requests.by_id["1"].search.wanted.keys
     assert asked == [(list(keys[num_known : num_known + 2]), {"again": True})]

@@ -108,7 +108,7 @@ def test_keys_that_are_asked_for_again_come_as_the_other_stores_them(machine, be
     keys = [make_key(number) for number in range(3)]
 
     def has_come(number):
-        assert one.probe(keys[number:], again=True)
+        assert one.probe(keys[number:], again=True) is Where.COMING
         one.upkeep.step()
         return one.where(keys[number]) is Where.HERE
 

@@ -211,7 +211,7 @@ def test_what_a_peer_is_assumed_to_have_is_known_until_it_is_asked_or_read(servi
         assert tiers.learn(keys, ("127.0.0.1", port))
         assert all(tiers.where(each) is Where.HERE for each in keys)
         assert tiers.read(keys[0], ()) is None
-        assert tiers.probe(keys[1:2], again=True)
+        assert tiers.probe(keys[1:2], again=True) is Where.ASKED
         wait_until(lambda: tiers.where(keys[1]) is Where.ABSENT, "the peer says what it lacks")
         assert [tiers.where(key) is Where.HERE for key in keys] == [False, False, True]
 

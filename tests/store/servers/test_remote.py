@@ -244,7 +244,7 @@ def test_keys_that_are_asked_for_again_are_asked_for_from_the_first_on(make_stor
         for key in keys[:num_there]:
             client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
         client.asked.clear()
-        assert store.probe(keys, again=True)
+        assert store.probe(keys, again=True) is Where.ASKED
         wait_until(lambda: store.where(keys[99]) is Where.ABSENT, "the question ends")
         assert [len(names) for names in client.asked] == num_asked
         assert [store.where(key) is Where.HERE for key in keys[:6]] == [True] * num_there + [

@@ -131,7 +131,7 @@ class TierRows:
         if asked is None:
             known.asked[key] = time.monotonic()
             self._to_ask.append(record)
-            if self._cache.values.needs_probes:
+            if self._cache.values.probe(()) is ASKED:
                 return None
         elif time.monotonic() >= asked + ASK_SECONDS:
             self._observer.count("lookup_deadline")

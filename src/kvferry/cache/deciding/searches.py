@@ -28,7 +28,7 @@ from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.keys import ChunkKeys
 from kvferry.record.check import SOUND, MissReason
 from kvferry.store.backoff import Backoff
-from kvferry.store.base import ASK_SECONDS, ASKED, HERE
+from kvferry.store.base import ASK_SECONDS, ASKED, HERE, Where
 from kvferry.types import ChunkKey, MultimodalItem
 
 FIRST_PAUSE_SECONDS = 0.01
@@ -227,7 +227,7 @@ class Searches:
                 self._patience.in_vain(ask.now)
         if act.asks:
             asked = search.wanted.keys[act.asks.start : act.asks.stop]
-            if not self._store.probe(asked, again=True):
+            if self._store.probe(asked, again=True) is Where.ABSENT:
                 state = ask.state
                 if isinstance(act.state, Asking):
                     state = search.state = act.state._replace(until=ask.now)

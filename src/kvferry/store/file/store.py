@@ -23,6 +23,7 @@ from kvferry.observe import Observer
 from kvferry.store.base import (
     ABSENT,
     CLOSED,
+    COMING,
     EXISTS,
     HERE,
     NO_DEADLINE,
@@ -320,18 +321,14 @@ class FileStore(SingleStore):
     def catalogues(self) -> Sequence[Catalogue]:
         return [FileCatalogue(self, self._faults, self._max_bytes, self._settings.wall)]
 
-    @property
-    def needs_probes(self) -> bool:
-        return False
-
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         pass  # a look at a directory that fails says nothing of its records
 
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
         is_asked = not self._closed and self.index.is_ours and self._known.tracks_keys
         if is_asked:
             self.upkeep.probe(keys)
-        return is_asked
+        return COMING if is_asked else ABSENT
 
     def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
         is_here = holder is None and not self._closed

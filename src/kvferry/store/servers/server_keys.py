@@ -299,14 +299,10 @@ class ServerStore(SingleStore):
         num_records, num_bytes = self._keys.totals()
         return StoreStat(self.url, num_records, num_bytes, None, index_complete=True)
 
-    @property
-    def needs_probes(self) -> bool:
-        return not self._closed
-
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
         if not self._closed:
             self._keys.probe(keys, self._find, again=again)
-        return not self._closed
+        return ABSENT if self._closed else ASKED
 
     def on_result(self, heard: Callable[[StoreError | None], None]) -> None:
         self._keys.on_result = heard

@@ -23,6 +23,7 @@ from kvferry.store.base import (
     ABSENT,
     ASKED,
     CLOSED,
+    COMING,
     HERE,
     NO_DEADLINE,
     Address,
@@ -272,14 +273,10 @@ class TieredStore(Store):
         """Yield the stores that may be asked now."""
         return (store for tier in self._tiers if (store := tier.up) is not None)
 
-    @property
-    def needs_probes(self) -> bool:
-        return any(store.needs_probes for store in self._up())
-
-    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> bool:
+    def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
         up = [store for tier in self._tiers if self._is_up(tier) and (store := tier.up) is not None]
-        asked = [store.probe(keys, again=again) for store in up]
-        return any(asked)
+        found = {store.probe(keys, again=again) for store in up}
+        return next((each for each in (ASKED, COMING) if each in found), ABSENT)
 
     def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
         """See `Store.learn`. What was stored is in the nearest tier that several processes share;

@@ -112,14 +112,18 @@ class ProbeTests(StoreHooks):
             keys = [make_key(number) for number in range(5)]
 
             def has_come(number: int) -> bool:
-                assert reader.probe(keys[number:], again=True), "another instance may store them"
+                assert reader.probe(keys[number:], again=True) is not Where.ABSENT, (
+                    "another instance may store them"
+                )
                 return reader.where(keys[number]) is Where.HERE
 
             assert not any(has_come(number) for number in range(5))
             for number, key in enumerate(keys):
                 writer.put(key, [b"value"])
                 wait_until(partial(has_come, number), "it comes", self.patience_seconds)
-        assert not reader.probe(keys, again=True), "of a closed store, nothing more comes"
+        assert reader.probe(keys, again=True) is Where.ABSENT, (
+            "of a closed store, nothing more comes"
+        )
 
     def test_what_is_absent_when_asked_again_is_not_known_any_more(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path) as writer, self.make_store(tmp_path) as reader:
