@@ -115,11 +115,13 @@ class Request:
 
     def promise(self, load: Load, hold: Hold) -> None:
         """The host counts on a load."""
+        self.drop_load()
         self.load = load, hold
         self.at_work.setdefault(self)
 
     def expect(self, audit: Audit) -> None:
         """A later step of it computes the chunk to compare."""
+        self.drop_audit()
         self.audit = audit
         self.at_work.setdefault(self)
 
