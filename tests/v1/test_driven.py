@@ -115,6 +115,31 @@ def test_a_fault_of_the_connector_is_a_failed_load(make_host):
     assert host.observer["hook_failed_start_load"] > 0
 
 
+def serve(host: TinyHost) -> None:
+    """Run a request to its end, whatever its connector answers."""
+    request = host.add("r", range(20, 40), 3)
+    host.run()
+    assert request.all_token_ids == true_output(range(20, 40), 3)
+
+
+@pytest.mark.parametrize("answer", [8, (8,), ("many", False), (1, 2, 3)])
+def test_an_answer_of_a_connector_that_is_none_is_a_miss(make_host, answer):
+    host = make_host()
+    scheduler, _ = host.connectors
+    scheduler.get_num_new_matched_tokens = lambda *_: answer
+    serve(host)
+    assert host.observer["hook_failed_lookup"] == 1
+
+
+@pytest.mark.parametrize("answer", [True, (False, "text"), (False, None, None)])
+def test_an_end_of_a_request_that_a_connector_answers_wrongly_frees_the_blocks(make_host, answer):
+    host = make_host()
+    scheduler, _ = host.connectors
+    scheduler.request_finished = lambda *_: answer
+    serve(host)
+    assert host.observer["hook_failed_request_finished"] == 1
+
+
 @pytest.mark.parametrize("takes_it_in", [False, True])
 @pytest.mark.parametrize("number", range(1, 9))
 def test_a_plan_that_fails_costs_one_step_and_stores_nothing_wrong(

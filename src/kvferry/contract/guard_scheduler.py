@@ -85,15 +85,13 @@ class GuardedScheduler(SchedulerRole):
         if self._promises.has_failed(request.request_id):
             return MISS
         try:
-            answer = LookupResult(*self._role.lookup(request, num_local_tokens))
+            answer = self._role.lookup(request, num_local_tokens)
             count, is_async, reason = answer
-            if not isinstance(reason, str | None):
-                raise TypeError(f"a reason is text or None, not {reason!r}")
             if count is None:
                 return ASK_AGAIN
             if count == 0 and not is_async:
                 return answer
-            legal = self._corrected(request, num_local_tokens, int(count), bool(is_async))
+            legal = self._corrected(request, num_local_tokens, count, is_async)
             answer = legal._replace(reason=reason)
         except Exception:
             self._faults.fault("lookup", "answered as a miss")
@@ -147,8 +145,6 @@ class GuardedScheduler(SchedulerRole):
             return self._promises.repeat()
         try:
             plan = self._role.build_plan(seen)
-            if not isinstance(plan, Plan):
-                raise TypeError(f"build_plan returned {type(plan).__name__}, not a Plan")
         except Exception:
             self._faults.fault("build_plan", "an empty plan; loads promised for it are failed")
             plan = self._empty_plan
@@ -179,10 +175,8 @@ class GuardedScheduler(SchedulerRole):
             self._host.request_finished(request)
         is_loading = self._promises.end(request_id)
         try:
-            result = FinishResult(*self._role.request_finished(request, block_ids))
+            result = self._role.request_finished(request, block_ids)
             delay_free, params = result
-            if params is not None and not isinstance(params, Mapping):
-                raise TypeError(f"parameters are a mapping or None, not {params!r}")
         except Exception:
             self._faults.fault("request_finished", "its blocks are freed now")
             self._promises.free_now(request_id)

@@ -216,7 +216,7 @@ class V1SchedulerRole(SchedulerRole):
         if count is None:
             return LookupResult(None, False)
         self._promised[request.request_id] = (num_local_tokens, bool(is_async))
-        return LookupResult(count, bool(is_async))
+        return LookupResult(int(count), bool(is_async))
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockTable, num_external_tokens: int
@@ -306,6 +306,8 @@ class V1SchedulerRole(SchedulerRole):
         else:
             blocks = groups[0] if groups else []
             delay_free, params = self._connector.request_finished(driven, blocks)
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"parameters are a mapping or None, not {params!r}")
         return FinishResult(bool(delay_free), params)
 
     def take_events(self) -> Iterable[Any]:
