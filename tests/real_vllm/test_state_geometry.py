@@ -269,9 +269,9 @@ def test_a_model_is_described_as_vllm_groups_it_and_its_parts_fill_its_pages(
 
 def test_a_model_of_two_kinds_has_both_and_one_without_states_has_none():
     specs = {
-        "model.layers.0.mixer": spec_of("Granite 4 (Mamba-2, one group)", 1),
-        "model.layers.2.conv": spec_of("LFM2 (short convolution)", 1),
         "model.layers.1.mixer": spec_of("Granite 4 (Mamba-2, one group)", 1),
+        "model.layers.2.conv": spec_of("LFM2 (short convolution)", 1),
+        "model.layers.0.mixer": spec_of("Granite 4 (Mamba-2, one group)", 1),
     }
     attention = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=16, dtype=BF16)
     config = host_config("Granite 4 (Mamba-2, one group)", 1)
@@ -292,8 +292,8 @@ def test_a_model_of_two_kinds_has_both_and_one_without_states_has_none():
     )
     assert [kind.num_layers for kind in found.kinds] == [2, 1]
     assert [(part.table, part.group, part.layers) for part in found.tables] == [
-        (1, 0, (0,)),
-        (3, 0, (1,)),
+        (1, 0, (1,)),
+        (3, 0, (0,)),
         (2, 1, (0,)),
     ]
     assert states_of(config, groups((["model.layers.3.attn"], attention)), dim_first=False) is None
