@@ -64,6 +64,8 @@ TIER = "store/tiers/tier.py"
 THREAD = "store/tiers/thread.py"
 KEYS = "store/servers/server_keys.py"
 REMOTE = "store/servers/remote.py"
+FAULTS = "store/faults.py"
+SEARCH = "cache/deciding/search.py"
 
 BUGS = (
     # -- slots and pins
@@ -82,17 +84,17 @@ BUGS = (
         "        slot.num_filling = 0\n"),
     Bug("a slot that is lent is assigned again", LOANS,
         "            return bool(self._current(slot))", "            return False"),
-    Bug("a pinned slot is given up for a save", POOL,
-        "            if old.pins or old.is_busy:", "            if old.is_busy:"),
+    Bug("a pinned slot may be evicted", POOL,
+        "        slot.pins += 1\n        self._idle.pop(slot.key, None)\n",
+        "        slot.pins += 1\n"),
     Bug("a slot that is evicted is still found", POOL,
         "                self._forget(slot)\n                return slot.index\n",
         "                del self._idle[key]\n                return slot.index\n"),
     Bug("a write that failed leaves its slot writing", POOL,
         "        if slot.failed:\n            self.end_write(slot)\n",
         "        if slot.failed:\n            self._settle(slot)\n"),
-    Bug("a withdrawn chunk is lent for ever", POOL,
-        "                self.loans.withdraw(slot.key)\n        self._settle(slot)",
-        "                pass\n        self._settle(slot)"),
+    Bug("a chunk that is evicted is still lent", POOL,
+        "            self.loans.withdraw(slot.key)\n            del", "            del"),
     Bug("a pin of a hit is ended twice", SEARCH,
         "        self.pinned.release()\n        self.withdraw()\n",
         "        self.pinned._pool.unpin_all(list(self.pinned))\n"
@@ -116,17 +118,16 @@ BUGS = (
         "        if ask.now >= wait.until:\n", "        if False:\n"),
     Bug("a promise stands although the host has other tokens itself", SEARCHES,
         "        if hit is None or hit.start != num_local:", "        if hit is None:"),
-    Bug("the load of a preempted request is still made", REQUEST,
-        "        if not is_admitted:\n            self.drop_load()\n",
-        "        if not is_admitted:\n"),
+    Bug("a preempted request keeps its audit", REQUEST,
+        "            self.drop_load()\n            self.drop_audit()\n\n    def block_saves",
+        "            self.drop_load()\n\n    def block_saves"),
     Bug("a load begins a chunk too early", WORKER,
         "                yield _Loaded(load, chunk, ChunkCopy(slot, runs, chunk.first_token))",
         "                first = chunk.first_token - 1\n"
         "                yield _Loaded(load, chunk, ChunkCopy(slot, runs, max(0, first)))"),
     # -- epochs, namespaces, keys
-    Bug("requests keep their old keys after a reset", REQUESTS,
-        "        self.by_id = {name: each for name, each in self.by_id.items()"
-        " if each.uncached is not None}\n", ""),
+    Bug("a request that is saved keeps what it had before a reset", REQUESTS,
+        "            request.outlive_epoch()\n", "            pass\n"),
     Bug("a reset does not change the namespace", REQUESTS,
         "        self.namespace = namespace\n        self.by_id", "        self.by_id"),
     Bug("records are written under the namespace before the reset", WORKER,
@@ -250,7 +251,7 @@ BUGS = (
         "                self._of[name].lose()", "                pass"),
     Bug("had: a plan that cannot be built keeps its slots", SCHEDULER,
         "            self._cancel_copies()\n            raise", "            raise"),
-    Bug("had: the thread of a tier spins", REMOTE,
+    Bug("had: the thread of a tier spins", FAULTS,
         'f"{said} failed", passes=StoreError)', 'f"{said} failed", passes=Exception)',
         (Edit(TIER, 'self.faults.guard("trial", passes=StoreError)',
               'self.faults.guard("trial", passes=Exception)'),
@@ -262,7 +263,7 @@ BUGS = (
               "                self._closing.wait(self._target.patience.look_seconds)\n",
               "            except Exception:\n"
               '                logging.getLogger("kvferry").warning("copying a value")\n'))),
-    Bug("had: a client's own fault is seen nowhere", REMOTE,
+    Bug("had: a client's own fault is seen nowhere", FAULTS,
         'f"{said} failed", passes=StoreError)', 'f"{said} failed", passes=Exception)'),
 )  # fmt: skip
 
@@ -328,7 +329,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=150)
     parser.add_argument("--in-process", action="store_true")
     given = parser.parse_args()
-    chosen = [bug for bug in BUGS if not given.names or bug.name in given.names]
+    by_name = {bug.name: bug for bug in BUGS}
+    chosen = [by_name[name] for name in given.names or by_name]
     if given.in_process:
         print(find(chosen[0], given.seeds))
         return 0

@@ -18,9 +18,9 @@ from kvferry.keys import ModelIdentity, salt_mark
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.testing.pools import check_pool
-from kvferry.testing.world.host import Host, HostRequest, HostShape, Scheduled, Wrong
+from kvferry.testing.world.host import Host, HostRequest, HostShape, Scheduled
 from kvferry.testing.world.kv import RankKV
-from kvferry.testing.world.loop import Loop, Task
+from kvferry.testing.world.loop import Loop, Task, Wrong
 from kvferry.testing.world.threads import Event
 from kvferry.types import KVGroup, TablePart
 
@@ -260,6 +260,7 @@ class Engine:
             ranks.append((driver, kv))
         self.host = Host(self.loop, shape.host, role, ranks, self, self._random)
         self.host.weights = self.weights
+        self.host.longest_wait = 2.0 * self.parts[0].config.load_timeout_seconds + 3.0
         self._namespaces.add(self.scheduler.requests.namespace)
 
     def _close(self) -> None:

@@ -4,6 +4,7 @@ chunked prefill, a prefix cache of its own, preemption, aborts, and steps whose 
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
 from kvferry.testing.world.kv import TAINT, RankKV, extend_seeds
-from kvferry.testing.world.loop import Loop
+from kvferry.testing.world.loop import Loop, Wrong
 from kvferry.types import (
     DEFAULT_OPTIONS,
     NO_EXTRA_KEYS,
@@ -35,18 +36,6 @@ LONGEST_IDLE_SECONDS = 0.1
 HASH_SECONDS = 1.0
 """NaN shows while a chunk is hashed. Until then, memory may offer it, as a prefix cache does
 (docs/identity.md)."""
-
-
-class Wrong(Exception):
-    """An invariant of the world is broken.
-
-    Attributes:
-        what: which one, in a word or two.
-    """
-
-    def __init__(self, what: str, said: str) -> None:
-        super().__init__(f"{what}: {said}")
-        self.what = what
 
 
 @dataclass(eq=False)
@@ -123,7 +112,6 @@ class HostShape:
 
     Attributes:
         late: whether a step is planned before the output of the last one has come.
-        longest_wait: seconds for which a look-up may be answered by "ask again".
     """
 
     block_size: int = 4
@@ -133,7 +121,6 @@ class HostShape:
     prefix_caching: bool = True
     late: bool = False
     tokens_per_second: float = 5000.0
-    longest_wait: float = 30.0
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens can ever run."""
@@ -170,6 +157,8 @@ class Host:
         kv: of each rank.
 
     Attributes:
+        longest_wait: seconds for which a look-up may be answered by "ask again", if no other engine
+            is waited for.
         num_glitches: so many requests have NaN computed for them, soon.
         resets_within: whether the connector is reset once more between the look-ups of the next
             step and its plan, as no host should.
@@ -196,6 +185,7 @@ class Host:
         self.ledger = Ledger()
         self.num_steps = 0
         self._fold = WorkerOutputFold(len(self.ranks))
+        self.longest_wait = math.inf
         self.num_glitches = 0
         self._glitched_at = -HASH_SECONDS
         self.resets_within = False
@@ -380,7 +370,7 @@ class Host:
         if request.asks_since is None:
             request.asks_since = self.loop.now
         waited = self.loop.now - request.asks_since
-        if waited > self.shape.longest_wait:
+        if waited > self.longest_wait * (1 if request.handover is None else 6):
             raise Wrong("waits too long", f"{request!r} was told to ask again for {waited:.1f} s")
 
     def _block_keys(self, request: HostRequest) -> list[ChunkKey]:

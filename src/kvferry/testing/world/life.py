@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvferry.contract.spec import Mode
 from kvferry.store.kinds import is_peer
 from kvferry.testing.world.engine import Engine
-from kvferry.testing.world.host import Wrong
+from kvferry.testing.world.loop import Wrong
 from kvferry.testing.world.scenario import Ask
 from kvferry.testing.world.world import World
 

@@ -30,6 +30,18 @@ class Stuck(Exception):
     """A world that cannot go on: it has no end."""
 
 
+class Wrong(Exception):
+    """An invariant of the world is broken.
+
+    Attributes:
+        what: which one, in a word or two.
+    """
+
+    def __init__(self, what: str, said: str) -> None:
+        super().__init__(f"{what}: {said}")
+        self.what = what
+
+
 class Task:
     """A thread of a world.
 

@@ -16,7 +16,7 @@ from kvferry.store.base import Buffer, PutResult, ReadRange
 from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.store.memory import copy_ranges
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
-from kvferry.testing.world.loop import Loop
+from kvferry.testing.world.loop import Loop, Wrong
 from kvferry.transfer.base import KeyState
 from kvferry.types import ChunkKey
 
@@ -307,8 +307,11 @@ class PeerLink:
             return loan or KeyState.ABSENT, 0
         try:
             # The bytes go while time passes, straight from the slot.
+            before = b"".join(loan.buffers)
             self._peers.wire.enter(self._owner, deadline, sum(len(b) for _, b in ranges))
-            value = self._peers.wire.damaged(b"".join(loan.buffers), self._owner)
+            if b"".join(loan.buffers) != before and self._peers.loop.now < loan.until:
+                raise Wrong("lent", f"{desk.owner} changes what {self._owner} reads")
+            value = self._peers.wire.damaged(before, self._owner)
             return KeyState.HELD, copy_ranges(value, ranges)
         finally:
             desk.lender.release(loan)

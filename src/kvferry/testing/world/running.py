@@ -18,9 +18,8 @@ from kvferry.cache import build
 from kvferry.errors import TransferError
 from kvferry.store import kinds
 from kvferry.store.servers import peer
-from kvferry.testing.world.host import Wrong
 from kvferry.testing.world.life import live
-from kvferry.testing.world.loop import START, Killed, Loop, Stuck
+from kvferry.testing.world.loop import START, Killed, Loop, Stuck, Wrong
 from kvferry.testing.world.media import Media, Peers
 from kvferry.testing.world.scenario import Outcome, Scenario
 from kvferry.testing.world.threads import EPOCH, Seam, in_world

@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from kvferry.testing.world.engine import EngineShape
-from kvferry.testing.world.host import Wrong
+from kvferry.testing.world.loop import Wrong
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
 DIRECTORY = "file:///world"

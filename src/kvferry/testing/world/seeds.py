@@ -178,7 +178,7 @@ def _ask(rng: random.Random) -> Ask:
         tail=rng.choice((1, 3, 20)),
         salt=rng.choice((None, None, None, *SALTS)),
         lora=rng.choice((None, None, None, None, "adapter")),
-        image=(rng.randrange(2), 6) if rng.random() < 0.1 else None,
+        image=(rng.randrange(2), rng.choice((6, length - 2))) if rng.random() < 0.15 else None,
         max_tokens=rng.choice((1, 2, 5, 20)),
         options=options,
         turns=rng.choice((1, 1, 1, 2, 3)),

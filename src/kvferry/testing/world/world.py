@@ -15,8 +15,8 @@ from kvferry.store.erasures import add_to_notice, name_of_mark, names_in
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
-from kvferry.testing.world.host import HostRequest, Scheduled, Wrong
-from kvferry.testing.world.loop import START, Loop
+from kvferry.testing.world.host import HostRequest, Scheduled
+from kvferry.testing.world.loop import START, Loop, Wrong
 from kvferry.testing.world.media import FAULTS, OFFENCES, Media, Medium, Peers, forget
 from kvferry.testing.world.scenario import DIRECTORY, Ask, Scenario
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
