@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvferry.testing.world.engine import EngineShape
@@ -24,12 +25,28 @@ def _pair(**options: object) -> tuple[EngineShape, EngineShape]:
     return producer, EngineShape(name="c", tiers=("sim://m0/kv",), options=options, host=_NO_CACHE)
 
 
+def _peers() -> tuple[EngineShape, EngineShape]:
+    """Two engines that read each other's memory, and have stores of their own."""
+    a, b = "127.0.0.1:7000", "127.0.0.1:7001"
+    return (
+        EngineShape(name="a", tiers=("sim://m0/kv", f"peer://{b}"), options={"serve": a}),
+        EngineShape(name="b", tiers=("sim://m1/kv", f"peer://{a}"), options={"serve": b}),
+    )
+
+
 SCENARIOS: dict[str, Scenario] = {
     # What one engine computed, the next one loads, also after the first is gone.
     "restart": _scenario(
-        (1.0, "send", "a", _DOCUMENT),
+        (1.0, "expect", "a", _DOCUMENT, False),
         (5.0, "restart", "a", 1.0),
-        (9.0, "send", "a", _DOCUMENT),
+        (9.0, "expect", "a", _DOCUMENT, True),
+        engines=(_ONE,),
+    ),
+    # An engine that is killed loses at most what it was writing.
+    "kill": _scenario(
+        (1.0, "send", "a", _DOCUMENT),
+        (5.0, "kill", "a", 1.0),
+        (9.0, "expect", "a", _DOCUMENT, True),
         engines=(_ONE,),
     ),
     # A server hangs while a consumer waits for its producer, whose engine is killed.
@@ -39,5 +56,42 @@ SCENARIOS: dict[str, Scenario] = {
         (1.05, "kill", "p", 2.0),
         (2.0, "send", "c", _DOCUMENT),
         engines=_pair(),
+    ),
+    # While a server is away, engines compute; what memory holds, they load all the same.
+    "server-away": _scenario(
+        (1.0, "send", "a", _DOCUMENT),
+        (5.0, "fault", "m0", "error", 60.0, ""),
+        (6.0, "expect", "a", _DOCUMENT, True),
+        (7.0, "expect", "a", Ask(2, 64, max_tokens=1), False),
+        engines=(replace(_ONE, host=_NO_CACHE),),
+    ),
+    # Of wrong bytes nothing is served: the prompt is computed, and the records are replaced.
+    "wrong-bytes": _scenario(
+        (1.0, "send", "p", _DOCUMENT),
+        (5.0, "fault", "m0", "flip", 5.0, "c"),
+        (6.0, "expect", "c", _DOCUMENT, False),
+        engines=_pair(),
+    ),
+    # After the weights changed in place, nothing that was stored before is loaded.
+    "new-weights": _scenario(
+        (1.0, "send", "a", _DOCUMENT),
+        (5.0, "reset", "a", True),
+        (6.0, "expect", "a", _DOCUMENT, False),
+        engines=(_ONE,),
+    ),
+    # What an engine holds in memory, a peer loads, without a store that both share.
+    "peer": _scenario(
+        (1.0, "send", "a", _DOCUMENT),
+        (5.0, "expect", "b", _DOCUMENT, True),
+        engines=_peers(),
+    ),
+    # What an operator erased is in no engine ten seconds later. After a minute it is stored again.
+    "erase": _scenario(
+        (1.0, "send", "a", _DOCUMENT._replace(salt="s")),
+        (5.0, "erase", "s"),
+        (20.0, "expect", "a", _DOCUMENT._replace(salt="s"), False),
+        (80.0, "send", "a", _DOCUMENT._replace(salt="s")),
+        (90.0, "expect", "a", _DOCUMENT._replace(salt="s"), True),
+        engines=(replace(_ONE, host=_NO_CACHE),),
     ),
 }

@@ -110,6 +110,20 @@ class World:
         prefill = self.request(first, short, tokens, params=asked, then=decode)
         first.send(prefill)
 
+    def expect(self, engine: str, ask: Ask, is_hit: bool) -> None:
+        """As `send`, for scenarios with a name: whether some of the prompt must be loaded."""
+        running = self._running(engine)
+        if running is None:
+            raise Wrong("expected", f"{engine} does not run")
+
+        def ended() -> None:
+            loaded = (request.admitted or (0, 0, 0))[2]
+            if (loaded > 0) is not is_hit:
+                raise Wrong("expected", f"{request!r} of {engine} has {loaded} tokens loaded")
+
+        request = self.request(running, ask, self.tokens_of(ask), then=ended)
+        running.send(request)
+
     def fault(self, medium: str, what: str, seconds: float, owner: str) -> None:
         """A medium fails for a while: for one engine, or for all (owner "")."""
         assert what in FAULTS
