@@ -131,7 +131,7 @@ BUGS = (
     Bug("a reset does not change the namespace", REQUESTS,
         "        self.namespace = namespace\n        self.by_id", "        self.by_id"),
     Bug("records are written under the namespace before the reset", WORKER,
-        "            self._rows.switch_namespace(plan.namespace)", "            pass"),
+        "            self._records.switch_namespace(plan.namespace)", "            pass"),
     Bug("ranks' records keep the first namespace", WRITES,
         "        schema = self._schema.with_namespace(record.namespace)",
         "        schema = self._schema"),

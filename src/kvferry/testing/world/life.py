@@ -105,6 +105,9 @@ def _check_liveness(world: World, engine: Engine) -> None:
     that had refused a value, since it has taken another."""
     if engine.shape.mode is Mode.BOTH:
         _check_hits(world, engine)
+    else:  # it learns what became of its saves in the steps of another request
+        ask = Ask(world.new_document(), 8, tail=0)
+        _probe(world, engine, ask, world.tokens_of(ask))
     world.loop.sleep(10.0)
     engine.check_slots()
     is_reset = any(world.happened[what] for what in ("reset", "reset_within", "sleep"))
