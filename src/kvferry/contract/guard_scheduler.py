@@ -142,7 +142,7 @@ class GuardedScheduler(SchedulerRole):
     def build_plan(self, step: StepView) -> Plan:
         seen = step if self._host is None else self._host.build_plan(step)
         if seen is None:
-            return self._promises.repeat()
+            return self._promises.repeat(self._empty_plan)
         try:
             plan = self._role.build_plan(seen)
         except Exception:

@@ -127,10 +127,10 @@ class Promises:
         role's steps. Never again True once a plan could not be built."""
         return not (self._due or self._suspect)
 
-    def repeat(self) -> Plan:
+    def repeat(self, empty: Plan) -> Plan:
         """The plan for a step that has one already. The host may have sent the first, or lost it:
         so nothing is done twice, and all that the first was to load counts as failed."""
-        return RepairedPlan(plan=Plan(), lost_block_ids=self._last_filled)
+        return RepairedPlan(plan=empty, lost_block_ids=self._last_filled)
 
     def settle(self, plan: Plan, step: StepView) -> Plan:
         """The plan that the workers of this step get: `plan` itself if nothing needs repair."""

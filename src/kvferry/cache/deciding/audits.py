@@ -19,7 +19,7 @@ A difference that is nearly a mismatch is used, and logged and counted (`DOUBTFU
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.blocks.tolerance import (
@@ -96,11 +96,18 @@ class Audits:
 
     Args:
         pool: assigns the slots.
+        withdraw: ends the searches that were promised one of these chunks.
     """
 
-    def __init__(self, context: RoleContext, pool: HostPool) -> None:
+    def __init__(
+        self,
+        context: RoleContext,
+        pool: HostPool,
+        withdraw: Callable[[Collection[ChunkKey]], None],
+    ) -> None:
         self._context = context
         self._pool = pool
+        self._withdraw = withdraw
         option = context.config.audit
         why_not = None if option == "off" else _why_not(context)
         if why_not:
@@ -212,7 +219,7 @@ class Audits:
         observer = self._context.observer
         if any(each.missed == MissReason.NOT_FINITE for each in audit.results):
             observer.count("records_corrupt")
-            self.take_out(audit.behind, MissReason.NOT_FINITE)
+            self.take_out(audit.behind, MissReason.NOT_FINITE, audit.record.namespace)
             return
         if audit.copy.failed:
             # For example, a rank whose load failed spoils what the others compute in that step.
@@ -230,16 +237,18 @@ class Audits:
             return
         observer.count("audit_mismatch")
         if self._context.identity.distrust(f"{where} differs"):
-            self.take_out((key,), OTHER_KV)
+            self.take_out((key,), OTHER_KV, audit.record.namespace)
             logger.warning("%s, in %s: %s. %s", OTHER_MODEL, where, worst.detail, REMEDY)
 
-    def take_out(self, keys: Sequence[ChunkKey], why: str) -> None:
-        """Give up chunks, and take their records out of the store."""
+    def take_out(self, keys: Sequence[ChunkKey], why: str, namespace: bytes) -> None:
+        """Give up chunks of a namespace, also where they are promised already, and take their
+        records out of the store."""
+        self._withdraw(frozenset(keys))
         for key in keys:
             slot = self._pool.find(key)
             if slot is not None:
                 self._pool.give_up(slot)
-        store = self._context.store.in_namespace(self._context.identity.state.namespace)
+        store = self._context.store.in_namespace(namespace)
 
         def discard(_job: Job[None]) -> None:
             for key in keys:

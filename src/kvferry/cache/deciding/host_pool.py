@@ -46,6 +46,7 @@ class Slot:
         key: key of the chunk. `HostPool.find` does not find a slot that was given up.
         first_token: position of the chunk in the prompt.
         mark: `kvferry.keys.salt_mark` of its salt; empty if it has none.
+        namespace: of the epoch in which it was assigned, and so of its record.
         held: groups that every rank holds.
         filling: groups that the ranks read or copy into it now.
         is_save: whether a save fills it, not a fetch.
@@ -61,6 +62,7 @@ class Slot:
     key: ChunkKey
     first_token: int
     mark: bytes = b""
+    namespace: bytes = b""
     held: frozenset[int] = NO_GROUPS
     filling: frozenset[int] = NO_GROUPS
     is_save: bool = False
@@ -94,6 +96,7 @@ class HostPool:
 
     Attributes:
         pool_id: names this pool in plans and reports; reports of other pools are ignored.
+        namespace: of the chunks that get slots from now on.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class HostPool:
         loans: Loans | None = None,
     ) -> None:
         self.pool_id = secrets.randbits(63)
+        self.namespace = b""
         self.num_slots = num_slots
         self.loans = Loans() if loans is None else loans
         self._num_ranks = num_ranks
@@ -259,7 +263,7 @@ class HostPool:
         index = self._free_place()
         if index is None:
             return None
-        slot = self._slots[index] = Slot(index, key, first_token, mark)
+        slot = self._slots[index] = Slot(index, key, first_token, mark, self.namespace)
         if not slot.is_spare:
             self._by_key[key] = slot
         return slot

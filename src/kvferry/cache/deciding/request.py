@@ -101,8 +101,8 @@ class Request:
         self.is_saving = False
 
     def erase(self) -> None:
-        """A command erased it while it lives: nothing more of it is stored, and nothing that it was
-        not promised yet is loaded."""
+        """A command erased it while it lives: nothing more of it is stored. What it was promised is
+        looked for again, unless the host counts on it."""
         self.is_erased = True
         self.is_saving = False
         self.end_search()
@@ -128,6 +128,7 @@ class Request:
     def outlive_epoch(self) -> None:
         """It runs on after its epoch. What it computes goes on from KV of before."""
         self.give_back()
+        self.uncached = self.uncached or self.answer
         self.is_past = True
 
     def give_back(self) -> None:

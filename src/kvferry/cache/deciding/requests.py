@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvferry.cache.deciding.failed_keys import FailedKeys
 from kvferry.cache.deciding.request import Request
@@ -94,6 +94,14 @@ class Requests:
             if key in keys:
                 found.update(dict.fromkeys(keys[keys.index(ChunkKey(key)) :]))
         return list(found)
+
+    def withdraw(self, keys: Collection[ChunkKey]) -> None:
+        """End the searches that wait for one of these chunks, or were promised it. Rare; walks all
+        live requests."""
+        for request in self.by_id.values():
+            search = request.search
+            if search is not None and any(slot.key in keys for slot in search.pinned):
+                request.end_search()
 
     def begin_epoch(self, namespace: bytes) -> None:
         """Forget all requests, but what those got that run uncached. New ones get keys of that

@@ -48,7 +48,8 @@ class SavePlan:
     Args:
         pool: assigns the slots.
         announcer: makes events of what is saved; None: the host publishes none.
-        take_out: gives up chunks and takes their records out of the store; also gets why.
+        take_out: gives up chunks and takes their records out of the store; also gets why, and their
+            namespace.
 
     Attributes:
         shared_writes: writes the records that several ranks hold together.
@@ -64,7 +65,7 @@ class SavePlan:
         requests: Requests,
         shared_writes: SharedWrites,
         announcer: Announcer | None,
-        take_out: Callable[[Sequence[ChunkKey], str], None],
+        take_out: Callable[[Sequence[ChunkKey], str, bytes], None],
     ) -> None:
         self._context = context
         self._pool = pool
@@ -284,7 +285,7 @@ class SavePlan:
             if self.shared_writes.abort(each):
                 self._pool.end_write(each)
             self._announce_failed(each.key)
-        self._take_out([each.key for each in saved], MissReason.NOT_FINITE)
+        self._take_out([each.key for each in saved], MissReason.NOT_FINITE, slot.namespace)
 
     def _learn_saved(self, index: int, result: str, fault: Fault | None) -> None:
         self.await_reports()
@@ -292,7 +293,7 @@ class SavePlan:
         if slot is None:
             return
         if slot.failed:
-            self._take_out((slot.key,), MissReason.NOT_FINITE)
+            self._take_out((slot.key,), MissReason.NOT_FINITE, slot.namespace)
             return
         if result not in (PutResult.STORED, PutResult.EXISTS):
             refused = self._requests.refused

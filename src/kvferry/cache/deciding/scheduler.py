@@ -113,11 +113,12 @@ class SharedStorageScheduler(SchedulerRole):
         namespace = self._state.namespace or schema.namespace
         self.requests = Requests(namespace, schema.chunk_tokens, context.clock)
         self._weights = WeightsFile(config.weights_version_file, context.clock)
-        self.audits = Audits(context, pool)
+        self.audits = Audits(context, pool, self.requests.withdraw)
         unreadable = self.requests.unreadable
         patience = ProducerWaits(config.load_timeout_seconds, context.store.url)
         self._searches = Searches(context, pool, unreadable, self.policy, self.audits, patience)
         self._searches.begin_epoch(namespace)
+        self.pool.namespace = namespace
         announcer = (
             Announcer(context.store, schema.chunk_tokens) if spec.host_publishes_events else None
         )
@@ -163,6 +164,7 @@ class SharedStorageScheduler(SchedulerRole):
         if state.epoch != before.epoch:
             self.requests.begin_epoch(state.namespace)
             self._searches.begin_epoch(state.namespace)
+            self.pool.namespace = state.namespace
             self.pool.clear()
             self.saves.begin_epoch()
 
@@ -237,7 +239,7 @@ class SharedStorageScheduler(SchedulerRole):
         request.is_queued = False
         if not self._may_load(view):
             request.end_search()
-            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING)
+            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING, self._state.why)
             return self._searches.refuse(self._search(view, request), num_local_tokens, miss)
         started = time.perf_counter()
         answer = self._look_up(view, request, num_local_tokens)
@@ -308,18 +310,12 @@ class SharedStorageScheduler(SchedulerRole):
         logger.info("dropped from memory what a command erased (%d names)", len(names))
 
     def build_plan(self, step: StepView) -> Plan:
-        self._follow_identity()
-        self._has_looked_up = False
-        self._heed_erased()
-        if step.preempted_request_ids:
-            # A host that preempts everything can admit a request again in the same step: the load
-            # of a scheduled request was planned after its preemption.
-            scheduled = {item.request.request_id for item in step.scheduled}
-            for request_id in step.preempted_request_ids:
-                request = self.requests.by_id.get(request_id)
-                if request is not None:
-                    request.lose_blocks(is_admitted=request_id in scheduled)
         try:
+            self._follow_identity()
+            self._has_looked_up = False
+            self._heed_erased()
+            if step.preempted_request_ids:
+                self._preempt(step)
             return self._plan(step)
         except Exception:
             self._cancel_copies()
@@ -328,6 +324,15 @@ class SharedStorageScheduler(SchedulerRole):
             # The plan carries the loads. If it could not be built, the guard reports them as
             # failed, and no later plan may carry them.
             self.requests.planned()
+
+    def _preempt(self, step: StepView) -> None:
+        # A host that preempts everything can admit a request again in the same step: the load of a
+        # scheduled request was planned after its preemption.
+        scheduled = {item.request.request_id for item in step.scheduled}
+        for request_id in step.preempted_request_ids:
+            request = self.requests.by_id.get(request_id)
+            if request is not None:
+                request.lose_blocks(is_admitted=request_id in scheduled)
 
     def _plan(self, step: StepView) -> Plan:
         running = self._find_running(step)
@@ -453,7 +458,8 @@ class SharedStorageScheduler(SchedulerRole):
             self._searches.learn_missed(missed, searches)
         for key, filled in missed.items():
             if filled.missed == MissReason.NOT_FINITE:
-                self.audits.take_out(self.requests.behind(key), MissReason.NOT_FINITE)
+                behind = self.requests.behind(key)
+                self.audits.take_out(behind, MissReason.NOT_FINITE, self.requests.namespace)
         self.saves.learn(report)
         if report.failed_keys:
             # Requests may compute on blocks that were not filled.
@@ -482,6 +488,8 @@ class SharedStorageScheduler(SchedulerRole):
         refusal = self._refusal(view)
         request = self.requests.by_id.pop(view.request_id, None)
         self.saves.await_reports()
+        if request is not None:
+            request.give_back()
         if request is None or request.uncached is not None:
             answer = None if request is None else request.uncached
             if refusal is not None:
@@ -489,7 +497,6 @@ class SharedStorageScheduler(SchedulerRole):
             if answer is not None:
                 self._accounts.ended(view, None, answer, self.policy.compute_rate)
             return explained(FREE_NOW, view, answer)
-        request.give_back()
         result = self._close(view, request)
         # Its whole prefix counts as used now: else the root, which is the oldest, would be evicted
         # first.

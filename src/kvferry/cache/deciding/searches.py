@@ -237,12 +237,13 @@ class Searches:
 
     def _settle(self, search: Search, hit: Hit | None, late: frozenset[str]) -> None:
         """Enter `Settled` with a hit that is pinned, or with none."""
+        before = search.withdraw()
+        search.state = Settled(hit, before)  # what the audit has pinned has an owner from here on
         if hit is None:
             search.pinned.release()
         else:
             self._observer.observe("promise", self._clock() - search.wanted.began_at)
-        self._learn(search, late)
-        search.state = Settled(hit, search.withdraw())
+        self._learn(search, before, late)
 
     def chunks(self, search: Search, start: int, stop: int) -> tuple[SlotChunk, ...]:
         """The chunks of a promised hit, or of a part of it, with their slots."""
@@ -303,13 +304,15 @@ class Searches:
         tiers = (search.fetched.get(slot.key) for slot in search.pinned if slot.filling)
         return frozenset(tier for tier in tiers if tier is not None)
 
-    def _learn(self, search: Search, late: Iterable[str]) -> None:
-        """The search settles: tell the policy how fast the tiers brought what is promised, and
+    def _learn(
+        self, search: Search, before: Asking | Awaiting | Fetching, late: Iterable[str]
+    ) -> None:
+        """The search has settled: tell the policy how fast the tiers brought what is promised, and
         which of them were `late`."""
-        if isinstance(search.state, Fetching):
+        if isinstance(before, Fetching):
             for slow in late:
                 tokens = self._chunk * sum(each == slow for each in search.fetched.values())
-                self._policy.saw_slow_load(slow, tokens, self._clock() - search.state.since)
+                self._policy.saw_slow_load(slow, tokens, self._clock() - before.since)
         loads: dict[str, tuple[int, float]] = {}
         for slot in search.pinned if search.fetched else ():
             tier = search.fetched.get(slot.key)

@@ -1,0 +1,181 @@
+"""Pins, loads, records and reasons keep their owner when something unforeseen comes between."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from benchmarks.host import HostStep
+from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.handover import STAMP
+from kvferry.observe import Counters
+from kvferry.record.check import MissReason
+from kvferry.store.base import ABSENT
+from kvferry.store.kind import Opening
+from kvferry.store.memory import MemoryStore
+from kvferry.store.servers.remote import RemoteStore
+from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, RequestOptions
+from tests.cache.keeping import PROMPT, keys_of, wait_for
+from tests.cache.pools import check_pool, holds_of
+from tests.store.servers.remote_client import DictClient
+
+HIT = 40
+
+
+@pytest.fixture
+def stored(make_host):
+    """A store with the prompt."""
+    store = MemoryStore("stored")
+    host = make_host(store=store)
+    host.run("writer", PROMPT)
+    host.settle()
+    return store
+
+
+def guard(host, *, checks_host: bool = False) -> None:
+    """Let faults of the role end in the guard, as in an engine."""
+    host.scheduler = GuardedScheduler(
+        host.scheduler, Counters(), block_size=host.block_size, checks_host=checks_host
+    )
+    for rank in host.ranks:
+        rank.driver._faults._strict = False
+
+
+def test_a_request_that_ran_uncached_and_is_aborted_while_it_waits_leaves_no_pin(make_host, stored):
+    host = make_host(store=stored)
+    host.run("warm", PROMPT)
+    host.settle()
+    unread = ExtraKeys(cacheable=False, reason="adapter", why="being read")
+    request = host.add("r", PROMPT, extra_keys=unread)
+    host.admit(request)
+    host.step([])
+    host.preempt(request)
+    request.extra_keys = NO_EXTRA_KEYS  # the adapter has been read by now
+    assert host.scheduler.lookup(request, 0).num_tokens == HIT
+    assert host.pool.num_pins > 0
+    host.finish(request)
+    assert host.pool.num_pins == 0
+
+
+def test_a_promise_ends_with_the_verdict_on_its_record(make_host, stored):
+    host = make_host(store=stored)
+    host.run("warm", PROMPT)
+    host.settle()
+    request = host.add("r", PROMPT)
+    assert host.scheduler.lookup(request, 0).num_tokens == HIT  # and no blocks are free
+    wrong, namespace = keys_of(host)[2:], host.scheduler.requests.namespace
+    host.scheduler.audits.take_out(wrong, MissReason.NOT_FINITE, namespace)
+    wait_for(lambda: all(stored.where(key) is ABSENT for key in wrong))
+    answer = host.scheduler.lookup(request, 0)
+    while answer.num_tokens is None:
+        host.step([])
+        answer = host.scheduler.lookup(request, 0)
+    assert answer.num_tokens < HIT
+
+
+class SlowPuts(DictClient):
+    """Writes only while `gate_of_puts` is open."""
+
+    def __init__(self, values) -> None:
+        super().__init__(values)
+        self.gate_of_puts = threading.Event()
+
+    def put(self, *arguments, **options):
+        assert self.gate_of_puts.wait(60.0)
+        return super().put(*arguments, **options)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_record_that_is_refused_while_it_is_written_goes_also_after_a_reset(make_host, resets):
+    values: dict = {}
+    client = SlowPuts(values)
+    store = RemoteStore("dict://x", client, Opening(namespace=b"\1" * 32))
+    host = make_host(store=store, load_timeout_seconds=60.0)
+    request = host.admitted("w", PROMPT)
+    while left := len(PROMPT) - request.num_computed_tokens:
+        host.step([request], tokens=left)
+
+    def written():
+        host.step([])
+        return [slot for slot in host.pool._slots.values() if slot.is_writing]
+
+    wait_for(lambda: len(written()) == len(keys_of(host)))
+    slots = written()
+    host.scheduler.saves._refuse(slots[2])  # a rank said: not finite
+    refused = {slot.key.hex() for slot in slots[2:]}
+    if resets:
+        host.scheduler.reset()
+    client.gate_of_puts.set()
+    wait_for(lambda: not written())
+    wait_for(lambda: not any(name.split("/")[-1] in refused for name in values))
+    assert values  # those before stay
+
+
+def test_a_second_plan_of_a_step_is_carried_out_as_an_empty_one(make_host, stored, caplog):
+    host = make_host(store=stored)
+    guard(host, checks_host=True)
+    step = HostStep([], set(), set())
+    host.scheduler.build_plan(step)
+    plan = host.scheduler.build_plan(step)
+    with host.ranks[0].driver.step(plan, set()):
+        pass
+    assert not [line for line in caplog.messages if "begin_step" in line]
+
+
+def test_a_fault_before_a_plan_is_begun_leaves_no_load_to_a_later_one(
+    make_host, stored, monkeypatch
+):
+    host = make_host(store=stored)
+    role = host.scheduler
+    guard(host)
+    request = host.admitted("reader", [*PROMPT, *range(50)])
+    assert role.requests.by_id["reader"].load is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(role, "_heed_erased", lambda: 1 / 0)
+        plan = host.scheduler.build_plan(HostStep([request], set(), set()))
+    assert plan.lost_block_ids
+    assert role.requests.by_id["reader"].load is None
+    check_pool(host.pool, holds_of(role))
+
+
+def test_a_fault_while_a_search_settles_leaves_no_pin_without_an_owner(
+    make_host, stored, monkeypatch
+):
+    host = make_host(store=stored, audit="first")
+    role = host.scheduler
+    guard(host)
+    request = host.add("a", PROMPT)
+    faults = iter([True])
+    learn = role._searches._learn
+
+    def learn_later(*arguments):
+        if next(faults, False):
+            raise ZeroDivisionError
+        return learn(*arguments)
+
+    monkeypatch.setattr(role._searches, "_learn", learn_later)
+    while host.scheduler.lookup(request, 0).num_tokens is None:
+        host.step([])
+    check_pool(host.pool, holds_of(role))
+    role.request_finished(request, ())
+    assert host.pool.num_pins == 0
+
+
+@pytest.mark.parametrize("how", ["stop", "distrust"])
+def test_a_request_of_an_engine_that_was_switched_off_is_told_why(make_host, how):
+    host = make_host()
+    getattr(host.scheduler.identity, how)("rank 3: a fault")
+    request = host.add("r", PROMPT, options=RequestOptions(explain=True))
+    host.admit(request)
+    host.prefill(request)
+    assert "rank 3: a fault" in str(host.finish(request))
+
+
+def test_a_request_that_outlives_a_reset_is_explained_by_what_its_tokens_got(make_host, stored):
+    host = make_host(store=stored)
+    request = host.admitted("r", PROMPT, options=RequestOptions(explain=True))
+    host.step([request])
+    host.scheduler.reset()
+    host.prefill(request)
+    assert STAMP in host.finish(request)
