@@ -97,6 +97,29 @@ def test_nothing_is_stored_of_an_item_that_was_computed_in_parts_nor_behind_it(
     assert len(list(store.catalogue().scan())) == (NUM_CHUNKS + 3 if is_right else 2)
 
 
+@pytest.mark.parametrize("most", [3, 2])
+def test_if_too_many_were_computed_in_parts_nothing_is_stored_behind_any_item(
+    make_host, monkeypatch, most
+):
+    """Which ones is forgotten, and the host may give their blocks to others."""
+    monkeypatch.setattr("kvferry.cache.deciding.save_plan.MAX_FAILED", most)
+    store, items = MemoryStore("items"), extra((20, 10))
+    host = make_host(store=store, whole_items=True)
+    request = host.add("first", PROMPT, extra_keys=items)
+    host.admit(request)
+    host.step([request], tokens=24)
+    host.complete(request)
+    for name, given in (("same", items), ("other", extra((20, 11))), ("none", extra())):
+        request = host.add(name, PROMPT, extra_keys=given, options=RequestOptions(explain=True))
+        host.admit(request, num_local_tokens=32 * (name == "same"))
+        said = host.complete(request)["kvferry"]
+        host.settle()
+        is_wrong = name == "same" or (name == "other" and most == 2)
+        assert said["not_stored"].get("not_cacheable", 0) == is_wrong * 3 * CHUNK
+    # The first two chunks are before any item.
+    assert len(list(store.catalogue().scan())) == 2 + 3 * (most == 3) + NUM_CHUNKS - 2
+
+
 def test_the_answer_says_why_it_is_not_stored(make_host):
     host = make_host(whole_items=True)
     options = RequestOptions(explain=True)

@@ -6,17 +6,12 @@ The scheduler role asks for the saves of every step, and passes on what the rank
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
-from kvferry.cache.deciding.failed_keys import (
-    REFUSED_SECONDS,
-    UNREADABLE_SECONDS,
-    FailedKeys,
-)
+from kvferry.cache.deciding.failed_keys import MAX_FAILED, REFUSED_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.request import Request
@@ -75,7 +70,9 @@ class SavePlan:
         self._take_out = take_out
         self._has_told = False  # of KV that is not finite
         self._is_alone = context.spec.shard.world_size == 1
-        self._of_parts = FailedKeys(context.clock)  # computed with a part of an item alone
+        # Chunks that were computed with a part of an item alone, and the first token of the item.
+        self._of_parts: dict[ChunkKey, int] = {}
+        self._has_forgotten_parts = False
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
         self.pins = RequestPins(context.store, context.observer)
@@ -141,7 +138,7 @@ class SavePlan:
         keys = request.keys.keys
         while request.next_save < whole:
             key = keys[request.next_save]
-            if key in self._of_parts:
+            if self._part_of(view, request.next_save, key) is not None:
                 request.is_saving = False
                 return
             if not self.has(key, request) and not self._plan_chunk(item, request, saves):
@@ -161,9 +158,20 @@ class SavePlan:
             for item in view.extra_keys.items:
                 if item.offset < stop < item.offset + item.length:
                     wrong = request.keys.keys[item.offset // size :]
-                    why = f"a part of the item at token {item.offset} was computed alone"
-                    for failed in (self._of_parts, self._requests.refused):
-                        failed.add(wrong, math.inf, LookupMiss.NOT_CACHEABLE, why)
+                    self._of_parts.update(dict.fromkeys(wrong, item.offset))
+        if len(self._of_parts) > MAX_FAILED:
+            self._of_parts.clear()
+            self._has_forgotten_parts = True  # any chunk behind an item may be one of them
+
+    def _part_of(self, view: RequestView, number: int, key: ChunkKey) -> int | None:
+        """Return the first token of an item of which a part was computed alone, if that may have
+        gone into this chunk of a request; None if it has not."""
+        items = view.extra_keys.items
+        if self._has_forgotten_parts and items:
+            first = min(item.offset for item in items)
+            if number >= first // self._context.chunk_tokens:
+                return first
+        return self._of_parts.get(key)
 
     def _plan_chunk(self, item: ScheduledRequest, request: Request, saves: list[Save]) -> bool:
         """Have the next chunk of a request saved; False if there is no slot for it now. If it is
@@ -221,6 +229,9 @@ class SavePlan:
                     why, kind = said
             elif self.has(key, request):
                 continue
+            elif (first := self._part_of(view, number, key)) is not None:
+                reason = LookupMiss.NOT_CACHEABLE
+                why = why or f"a part of the item at token {first} was computed alone"
             elif not may_save:
                 reason = LookupMiss.NOT_STORING
             elif request.lacks_slot and number >= request.next_save:
