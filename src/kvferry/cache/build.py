@@ -9,6 +9,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.blocks.copies import DeviceSetup
@@ -31,7 +32,7 @@ from kvferry.keys import Namespace
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Gauges, Observer
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
-from kvferry.record.state_parts import chunk_tokens_with_states, state_parts
+from kvferry.record.state_parts import StatePart, chunk_tokens_with_states, state_parts
 from kvferry.store.base import Store
 from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.kind import StoreUrl
@@ -39,7 +40,7 @@ from kvferry.store.kinds import kind_of
 from kvferry.store.recordio import value_check
 from kvferry.store.url import open_store, parse_tiers
 from kvferry.transfer.server import Listen, PeerServer
-from kvferry.types import RankShard
+from kvferry.types import KVGroup, RankShard
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +229,9 @@ class PrefixCache:
         """
         self._warn_of_windows()
         world_size = self._spec.shard.world_size
-        ranks = RankSlots(self._records, self._schema, self.num_slots, world_size, self.identity)
+        # Without this object: the server of peers keeps what ranks hold alive.
+        records = partial(_records, self._spec.groups, self._schema, self._parts)
+        ranks = RankSlots(records, self._schema, self.num_slots, world_size, self.identity)
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(_while_there(pool, _pool_gauges))
@@ -254,27 +257,13 @@ class PrefixCache:
         Raises:
             ConfigError: `memory_bytes` is more than this machine lets a process reserve or share.
         """
-        records, states = self._records(self._spec.shard), None
-        if self._spec.states is not None:
-            kinds, tables = self._spec.states.kinds, self._spec.states.tables
+        spec = self._spec
+        records, states = _records(spec.groups, self._schema, self._parts, spec.shard), None
+        if spec.states is not None:
+            kinds, tables = spec.states.kinds, spec.states.tables
             states = PagedStates(kinds, tables, list(zip(self._parts, records.parts, strict=True)))
         return SharedStorageWorker(
             self.context, records, self.num_slots, setup or DeviceSetup(), states
-        )
-
-    def _records(self, shard: RankShard) -> RankRecords:
-        """What a rank holds of records."""
-        schema, rank, world_size = self._schema, shard.rank, shard.world_size
-        return RankRecords(
-            RankRows(self._spec.groups, shard, schema),
-            [
-                RankRows(
-                    part.groups,
-                    tensor_parallel_shard(part.groups, rank, world_size),
-                    part.schema.with_namespace(schema.namespace),
-                )
-                for part in self._parts
-            ],
         )
 
 
@@ -294,6 +283,27 @@ def _chunk_tokens(spec: EngineSpec, chosen: int | None) -> int:
             f"keeps states; use one of {', '.join(divisors)}, or leave the option out"
         )
     return chosen
+
+
+def _records(
+    groups: tuple[KVGroup, ...],
+    schema: RecordSchema,
+    parts: Sequence[StatePart],
+    shard: RankShard,
+) -> RankRecords:
+    """What a rank holds of records."""
+    rank, world_size = shard.rank, shard.world_size
+    return RankRecords(
+        RankRows(groups, shard, schema),
+        [
+            RankRows(
+                part.groups,
+                tensor_parallel_shard(part.groups, rank, world_size),
+                part.schema.with_namespace(schema.namespace),
+            )
+            for part in parts
+        ],
+    )
 
 
 def _others(store: str | Sequence[str], itself: Listen) -> list[StoreUrl]:
