@@ -259,21 +259,19 @@ class Searches:
         The chunks that are held are pinned first, so that none of them loses its slot to another
         chunk of the same hit.
         """
-        wanted = search.wanted
-        keys = wanted.keys
+        wanted, pool, groups_of = search.wanted, self._pool, self.rules.groups
+        keys, looks = wanted.keys, wanted.place is not None  # an audit looks at all of a hit
         for number in numbers if wanted.plan.lends else ():
-            if not self._pool.holds(keys[number], self._all_groups):
-                self._pool.drop(keys[number])  # a chunk that comes in parts is not lent
+            if not pool.holds(keys[number], self._all_groups):
+                pool.drop(keys[number])  # a chunk that comes in parts is not lent
         self._pin_only(search, numbers)
         for number in numbers:
-            key, groups = keys[number], self.rules.groups(wanted, number, hit)
-            if self._pool.holds(key, groups):
+            key, groups = keys[number], groups_of(wanted, number, hit)
+            before = pool.find(key)
+            if before is not None and groups <= before.held:
                 continue
-            before = self._pool.find(key)
-            looks = wanted.place is not None  # what is audited is looked at altogether
-            slot = self._pool.fetch(
-                key, number * self._chunk, groups, wanted.mark, looks_at_values=looks
-            )
+            first = number * self._chunk
+            slot = pool.fetch(key, first, groups, wanted.mark, looks_at_values=looks)
             if slot is None:
                 break
             if before is None:
