@@ -99,10 +99,10 @@ def test_one_of_several_connectors_says_nothing_in_the_handshake(monkeypatch):
     assert vllm_host.shares_handshake(mine) is False
 
 
-def chunked(groups):
+def unserved(groups):
     [group] = groups.kv_cache_groups
     spec = group.kv_cache_spec
-    group.kv_cache_spec = type("ChunkedLocalAttentionSpec", (type(spec),), {})()
+    group.kv_cache_spec = type("RSWASpec", (type(spec),), {})()
     return groups
 
 
@@ -112,7 +112,7 @@ EARLY = {
         {"parallel_config__decode_context_parallel_size": 2},
         "decode_context_parallel_size=2",
     ),
-    "chunked attention": ({}, "ChunkedLocalAttentionSpec"),
+    "unserved attention": ({}, "RSWASpec"),
     "a chunk that cuts blocks": ({"chunk": 6}, "no multiple of the block size"),
 }
 
@@ -132,8 +132,8 @@ def test_what_the_configuration_alone_tells_is_refused_before_weights_are_read(
     )
     (model / "model.safetensors").unlink()  # reading them would fail first
     groups = make_kv_cache_config(release, 64, 1)
-    if case == "chunked attention":
-        groups = chunked(groups)
+    if case == "unserved attention":
+        groups = unserved(groups)
     layer = make_layer("RocmAttentionBackend" if chunk else "FlashAttentionBackend", "BHNC")
     config.compilation_config = SimpleNamespace(
         static_forward_context=dict.fromkeys(layer_names(), layer)
