@@ -374,7 +374,7 @@ DECIDED: dict[Callable[[Engines], Any], Decided] = {
     stalled_before: Decided({LookupMiss.SLOWER: 40, LookupMiss.PARTIAL: 1}, "0.000 s to compute"),
     small_pool: Decided({LookupMiss.NO_MEMORY: 16, LookupMiss.PARTIAL: 1}),
     audited: Decided({LookupMiss.AUDIT: 8, LookupMiss.PARTIAL: 1}),
-    of_another_model: Decided({LookupMiss.OTHER_MODEL: 40, LookupMiss.PARTIAL: 1}),
+    of_another_model: Decided({LookupMiss.OTHER_MODEL: 40, LookupMiss.PARTIAL: 1}, "differs"),
     never_arrives: Decided({LookupMiss.NOT_PRODUCED: 40, LookupMiss.PARTIAL: 1}, "did not come"),
     made_by_another: Decided(
         {LookupMiss.OTHER_PRODUCER: 40, LookupMiss.PARTIAL: 1}, "its namespace is"

@@ -206,7 +206,7 @@ KIND = replace(toy.KIND, open=open_it)
     assert any(f"blobs.open_it failed: {said}" in line for line in found("blobs://shelf"))
 
 
-@pytest.mark.parametrize("method", ["where", "read", "put", "catalogues"])
+@pytest.mark.parametrize("method", ["where", "read", "put", "catalogues", "in_namespace"])
 @pytest.mark.parametrize("fault", ["raise KeyError('secret')", "return 3.5"])
 def test_a_store_of_ones_own_is_named_by_class_and_method_by_engines_and_doctor(
     install: Install, found, caplog: pytest.LogCaptureFixture, method: str, fault: str
@@ -229,7 +229,28 @@ KIND = replace(toy.KIND, open=lambda *_: Shelf())
             store.read(make_key(), ())
         with suppress(StoreError):
             store.catalogue()
+        assert isinstance(store.in_namespace(bytes(32)).where(make_key()), Where)
     assert any(f"Shelf.{method} failed" in line for line in caplog.messages)
     lines = found("blobs://shelf")
     assert any(f"Shelf.{method} failed" in line for line in lines)
     assert not any("secret" in line for line in (*lines, *caplog.messages))
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+@pytest.mark.parametrize("fault", ["raise KeyError('secret')", "return []"])
+def test_doctor_looks_up_in_a_server_of_ones_own_as_engines_do(
+    install: Install, found, fault: str, hosts: bool
+) -> None:
+    code = f"""
+from dataclasses import replace
+from kvferry.store.servers.remote import RemoteStore
+from tests.store import toy
+class Shelf(toy.ToyClient):
+    def exists(self, *_args, **_options):
+        {fault}
+def open_it(url, options, opening):
+    return RemoteStore("blobs://shelf", Shelf("a", refuses=False), opening)
+KIND = replace(toy.KIND, open=open_it{"" if hosts else ", hosts=None"})
+"""
+    install("blobs", code, blobs="blobs:KIND")
+    assert any("Shelf.exists failed" in line for line in found("blobs://shelf"))

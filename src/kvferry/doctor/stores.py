@@ -29,12 +29,12 @@ from kvferry.store.base import Store, Where
 from kvferry.store.catalogue import Entry, StoredBytes
 from kvferry.store.faults import fault_kind
 from kvferry.store.file.directory import record_path
-from kvferry.store.guarded import calls_of
+from kvferry.store.guarded import GuardedStore, calls_of
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.kinds import kind_of
 from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
-from kvferry.store.servers.remote import RemoteClient
+from kvferry.store.servers.remote import RemoteClient, RemoteStore
 from kvferry.store.url import open_one, parse_store_url, read_options
 from kvferry.survey import differences, differences_of_model, of_hosts, survey, unread
 from kvferry.types import ChunkKey, KVGroup
@@ -260,7 +260,8 @@ def _try_record(store: Store, parsed: StoreUrl, report: StoreReport, room: float
     with nullcontext(store) if place is parsed else open_one(place, opening) as own:
         try:
             values = own.in_namespace(schema.namespace)
-            if _time(values, schema, key, report) and place is not parsed:
+            is_foreign = isinstance(own, GuardedStore | RemoteStore)
+            if _time(values, schema, key, report) and (place is not parsed or is_foreign):
                 with open_one(place, opening) as other:  # which has not seen it stored
                     _look_up(other, key, report)
             _check_clock(own, parsed, key, report)

@@ -42,11 +42,12 @@ class GuardedStore(WrapperStore):
 
     __slots__ = ()
 
-    def __init__(self, inner: Store, guard: Guard) -> None:
+    def __init__(self, inner: Store, guard: Guard, no_view: StoreError | None = None) -> None:
         with guard("url"):
             super().__init__(inner)
             checked(isinstance(self.url, str), self.url)
         self.guard = guard
+        self._no_view = no_view  # of a namespace: each call has this fault
         self._heard: Callable[[StoreError | None], None] = lambda _fault: None
 
     def _ask(
@@ -58,12 +59,19 @@ class GuardedStore(WrapperStore):
         deadline: float = NO_DEADLINE,
     ) -> T:
         try:
-            with self.guard(method, deadline):
-                answer = ask()
-                return checked(fits(answer), answer)
+            return self._call(method, ask, fits, deadline)
         except StoreError as error:
             self._heard(error)
             return otherwise(error.fault)
+
+    def _call(
+        self, method: str, ask: Callable[[], T], fits: Callable[[T], bool], deadline: float
+    ) -> T:
+        if self._no_view is not None:
+            raise self._no_view
+        with self.guard(method, deadline):
+            answer = ask()
+            return checked(fits(answer), answer)
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -82,13 +90,15 @@ class GuardedStore(WrapperStore):
     def read(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float = NO_DEADLINE
     ) -> RecordBytes | None:
-        with self.guard("read", deadline):
-            size = self.inner.read(key, ranges, deadline)
-            return checked(size is None or is_size(size), size)
+        return self._call(
+            "read",
+            lambda: self.inner.read(key, ranges, deadline),
+            lambda size: size is None or is_size(size),
+            deadline,
+        )
 
     def check_medium(self, deadline: float) -> None:
-        with self.guard("check_medium", deadline):
-            self.inner.check_medium(deadline)
+        self._call("check_medium", lambda: self.inner.check_medium(deadline), _is_any, deadline)
 
     def put(self, key: ChunkKey, buffers: Sequence[Buffer], deadline: float = NO_DEADLINE) -> Put:
         return self._ask(
@@ -168,12 +178,17 @@ class GuardedStore(WrapperStore):
     # -- other faces ----------------------------------------------------------------------------
 
     def in_namespace(self, namespace: bytes) -> GuardedStore:
-        with self.guard("in_namespace"):
-            values = self.inner.in_namespace(namespace)
-            checked(isinstance(values, Store), values)
-        if values is self.inner:
+        """A view; without one, each of its calls has the fault of this one."""
+        no_view = None
+        try:
+            values = self._call(
+                "in_namespace", lambda: self.inner.in_namespace(namespace), _is(Store), NO_DEADLINE
+            )
+        except StoreError as error:  # heard of with the first call of the view
+            values, no_view = self.inner, error
+        if values is self.inner and no_view is None:
             return self
-        view = GuardedStore(values, self.guard)
+        view = GuardedStore(values, self.guard, no_view)
         view._heard = self._heard
         return view
 
