@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvferry.blocks.rows import RankRows
+from kvferry.cache.build import records_of
 from kvferry.cache.deciding import rank_slots
 from kvferry.cache.deciding.loans import Loans, SlotLoan
 from kvferry.cache.deciding.rank_slots import RankSlots
@@ -92,9 +94,9 @@ def test_a_chunk_of_two_dtypes_is_lent_as_it_is_stored():
     host = DeviceHost("NHD", store)
     host.step(saves=saves())
     host.settle(saved=3)
-    ranks = RankSlots(
-        host.cache._records, host.cache.schema, host.cache.num_slots, 1, host.cache.identity
-    )
+    cache = host.cache
+    records = partial(records_of, cache.context.spec.groups, cache.schema, cache._parts)
+    ranks = RankSlots(records, cache.schema, cache.num_slots, 1, cache.identity)
     ranks.learn(host.region)
     for chunk in chunks(SAVE_SLOTS):
         record = bytearray(host.cache.schema.record_bytes)

@@ -230,7 +230,7 @@ class PrefixCache:
         self._warn_of_windows()
         world_size = self._spec.shard.world_size
         # Without this object: the server of peers keeps what ranks hold alive.
-        records = partial(_records, self._spec.groups, self._schema, self._parts)
+        records = partial(records_of, self._spec.groups, self._schema, self._parts)
         ranks = RankSlots(records, self._schema, self.num_slots, world_size, self.identity)
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
@@ -258,7 +258,7 @@ class PrefixCache:
             ConfigError: `memory_bytes` is more than this machine lets a process reserve or share.
         """
         spec = self._spec
-        records, states = _records(spec.groups, self._schema, self._parts, spec.shard), None
+        records, states = records_of(spec.groups, self._schema, self._parts, spec.shard), None
         if spec.states is not None:
             kinds, tables = spec.states.kinds, spec.states.tables
             states = PagedStates(kinds, tables, list(zip(self._parts, records.parts, strict=True)))
@@ -285,7 +285,7 @@ def _chunk_tokens(spec: EngineSpec, chosen: int | None) -> int:
     return chosen
 
 
-def _records(
+def records_of(
     groups: tuple[KVGroup, ...],
     schema: RecordSchema,
     parts: Sequence[StatePart],

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from kvferry.testing.world.named import SCENARIOS
@@ -112,7 +113,7 @@ def _run_on(given: argparse.Namespace) -> int:
     began, number, seconds, failures = time.monotonic(), 0, 0.0, 0
     happened: Counter[str] = Counter()
     until = began + 60 * (given.minutes or 0.0)
-    with worlds() as seam:
+    with suppress(KeyboardInterrupt), worlds() as seam:
         while number < given.seeds or time.monotonic() < until:
             seed = given.first + number
             scenario = draw(seed)

@@ -233,6 +233,9 @@ class Host:
         for driver, _ in self.ranks:
             driver.role.unregister_kv_caches()
         self.loop.sleep(seconds)
+        for request in self.requests.values():
+            if request.asks_since is not None:
+                request.asks_since += seconds  # nobody asks while it sleeps
         for driver, kv in self.ranks:
             kv.poison(range(self.shape.num_blocks))
             driver.role.register_kv_caches(kv.tensors)
