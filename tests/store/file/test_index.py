@@ -828,7 +828,10 @@ def test_namespaces_count_what_has_none_together(bench):
     bench.path(make_key(1)).with_name(f"{make_key(2).hex()}.safetensors").write_bytes(b"by hand")
     store.maintain()
     store.put(make_key(3), [])
-    assert sum(count for count, _ in store.namespaces().values()) == store.stat().num_records
+    assert (
+        sum(count for count, _ in store.catalogue().namespaces().values())
+        == store.stat().num_records
+    )
 
 
 def test_values_are_right_with_no_index_at_all(bench):

@@ -12,7 +12,7 @@ from .seeded_bugs import BUGS, SRC, applied
 QUICK = [
     "a load keeps its pins after its plan",
     "a hit ends inside of a block",
-    "requests keep their old keys after a reset",
+    "a reset does not change the namespace",
     "a reason is counted twice",
 ]
 
