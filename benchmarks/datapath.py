@@ -170,7 +170,7 @@ class PromptHost(RolesHost):
         if hit := self._look_up(request):
             raise KVError(f"{hit} tokens of a new prompt were found stored")
         self.forward(request, self._kv.blocks, 0)
-        while self.scheduler.has_pending_work():
+        while self.scheduler.has_work():
             self._pause()
         self._finish(request)
 

@@ -27,10 +27,10 @@ from benchmarks.limits import timed
 from benchmarks.report import Row
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.messages import (
+    CacheMeta,
+    CachePlan,
     Filled,
     RankReport,
-    SharedStorageMeta,
-    SharedStoragePlan,
 )
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
@@ -176,10 +176,10 @@ def hold(scheduler: SchedulerRole, token_ids: list[int]) -> None:
     scheduler.on_new_request(prompt)
     scheduler.lookup(prompt, 0)
     plan = scheduler.build_plan(HostStep())
-    if not isinstance(plan, SharedStoragePlan) or len(plan.fetches) != PROMPT_CHUNKS:
+    if not isinstance(plan, CachePlan) or len(plan.fetches) != PROMPT_CHUNKS:
         raise AssertionError(f"a prompt of {PROMPT_CHUNKS} stored chunks is not fetched")
     filled = tuple(Filled(fetch.chunk.slot) for fetch in plan.fetches)
-    report = SharedStorageMeta(reports=(RankReport(rank=0, pool=plan.pool, filled=filled),))
+    report = CacheMeta(reports=(RankReport(rank=0, pool=plan.pool, filled=filled),))
     scheduler.update_output(WorkerOutput(meta=report))
     scheduler.request_finished(prompt, ([],))
 

@@ -36,7 +36,7 @@ from benchmarks.nixl_reads import IS_INSTALLED, NixlReads, offer
 from benchmarks.report import Row
 from kvferry.errors import KVError
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
@@ -194,7 +194,7 @@ class Reads:
                 key=key_of(index), first_token=0, head=slot[:head], rows=[(rows, slot[head:])]
             )
             deadline = time.monotonic() + TIMEOUT_SECONDS
-            missed: MissReason | None = read_record(
+            missed: ReadFault | None = read_record(
                 self.store, self.schema, read, Observer(), deadline
             )
             if missed is not None:

@@ -23,7 +23,7 @@ from benchmarks import Options
 from benchmarks.audit import ONE_TOKEN, SHAPE
 from benchmarks.pair import free_ports
 from benchmarks.report import Row
-from kvferry.cache.deciding.scheduler import SharedStorageScheduler
+from kvferry.cache.deciding.scheduler import CacheScheduler
 from kvferry.contract.spec import Roles
 from kvferry.engine import LLM
 from kvferry.engine.config import EngineConfig
@@ -116,7 +116,7 @@ class Reader:
 
 
 @contextmanager
-def _serving(model: Path, options: dict[str, Any]) -> Iterator[tuple[LLM, SharedStorageScheduler]]:
+def _serving(model: Path, options: dict[str, Any]) -> Iterator[tuple[LLM, CacheScheduler]]:
     """Yield an engine with a cache, and the scheduler role, which knows the keys' namespace."""
     config: dict[str, Any] = {"prefix_caching": False, "max_batched_tokens": 4096, "num_threads": 1}
     engine = EngineConfig(**config)
@@ -124,7 +124,7 @@ def _serving(model: Path, options: dict[str, Any]) -> Iterator[tuple[LLM, Shared
     arguments = cache_arguments("peer://127.0.0.1:1", options, ModelConfig(model, engine), engine)
     roles: Roles = open_roles(arguments, Counters())
     with LLM(model, roles=roles, **config) as llm:
-        yield llm, cast("SharedStorageScheduler", roles.scheduler)
+        yield llm, cast("CacheScheduler", roles.scheduler)
 
 
 def run(options: Options) -> Sequence[Row]:

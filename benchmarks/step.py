@@ -45,7 +45,7 @@ def decode(host: RolesHost, blocks: Sequence[int], steps: int) -> float:
     host.forward(request, blocks, 0)
     request.num_scheduled_tokens = 1
     deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline or host.scheduler.has_pending_work():
+    while time.monotonic() < deadline or host.scheduler.has_work():
         host.step([request])
         time.sleep(0.001)
     times = []

@@ -126,7 +126,7 @@ class Engine:
         return logits
 
     def close(self) -> None:  # H: let saves end, then close the roles, then the cache.
-        while self.scheduler.has_pending_work():
+        while self.scheduler.has_work():
             self.step(None, 0)
         for part in (self.scheduler, self.driver, self.cache):
             part.close()

@@ -226,7 +226,7 @@ class SimulatedHost:
         quiet = 0
         while quiet < 4 and time.monotonic() < deadline:
             is_quiet = self.step([]) and all(rank.worker.is_idle for rank in self.ranks)
-            quiet = quiet + 1 if is_quiet and not self.scheduler.has_pending_work() else 0
+            quiet = quiet + 1 if is_quiet and not self.scheduler.has_work() else 0
             time.sleep(0.002)
 
     def close(self) -> None:

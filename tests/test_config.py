@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvferry.config
-from kvferry.cache.config import SharedStorageConfig
+from kvferry.cache.config import CacheConfig
 from kvferry.config import build_config, format_size, parse_size, unknown
 from kvferry.errors import ConfigError
 from kvferry.store.kind import StoreUrl, shown_url
@@ -328,7 +328,7 @@ def test_urls_of_servers_are_taken_apart_and_shown_without_credentials(url, expe
 def test_a_store_of_a_wrong_type_is_not_shown(store):
     for use in (
         open_store,
-        lambda value: build_config(SharedStorageConfig, {"store": value}, where="options"),
+        lambda value: build_config(CacheConfig, {"store": value}, where="options"),
     ):
         with pytest.raises(ConfigError) as caught:
             use(store)
@@ -336,4 +336,4 @@ def test_a_store_of_a_wrong_type_is_not_shown(store):
 
 
 def test_the_options_of_a_connector_do_not_show_the_store():
-    assert "secret" not in repr(SharedStorageConfig(store="valkey://:secret@h/kv"))
+    assert "secret" not in repr(CacheConfig(store="valkey://:secret@h/kv"))

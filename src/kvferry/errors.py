@@ -1,6 +1,6 @@
 """Every error kvferry raises on purpose, in one tree under `KVError`.
 
-A cache miss is never an error: it is `None`, a smaller count or a `MissReason`. An error stands for
+A cache miss is never an error: it is `None`, a smaller count or a `ReadFault`. An error stands for
 misuse (configuration, contract), a machine that refuses (store, transfer), or bytes that are not
 what they claim to be. Messages say what happened, which two values disagree, and what to do.
 """

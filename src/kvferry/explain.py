@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import Fault, StoreError
 from kvferry.keys import ChunkKeys, Namespace, state_keys
-from kvferry.record.check import MissReason, RecordInfo
+from kvferry.record.check import ReadFault, RecordInfo
 from kvferry.store.base import Store
 from kvferry.store.catalogue import Removal
 from kvferry.store.maintenance import read_header
@@ -367,8 +367,8 @@ class PromptSearch:
         if isinstance(found, RecordInfo):
             if found.schema.namespace == namespace:
                 return run
-            found = MissReason.OTHER_RECORD
-        if found is not MissReason.ABSENT:
+            found = ReadFault.OTHER_RECORD
+        if found is not ReadFault.ABSENT:
             return run._replace(why=LookupMiss.DAMAGED, detail=found)
         if store.catalogue().lists(key):
             return run._replace(why=LookupMiss.VANISHED, detail="gone, though the index lists it")

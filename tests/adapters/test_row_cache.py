@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.adapters.row_cache import RowCache
 from kvferry.observe import Counters
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
@@ -32,19 +32,19 @@ def rows(counts):
     ("ended", "is_stall"),
     [
         ([], True),
-        ([MissReason.DEADLINE], True),
-        ([MissReason.ABSENT], False),
+        ([ReadFault.DEADLINE], True),
+        ([ReadFault.ABSENT], False),
         ([None], False),
-        ([MissReason.DEADLINE, None], False),
+        ([ReadFault.DEADLINE, None], False),
     ],
 )
 def test_what_a_late_load_brought_says_whether_the_store_is_stalled(rows, counts, ended, is_stall):
-    batch: Batch[MissReason] = Batch(3)
+    batch: Batch[ReadFault] = Batch(3)
     for place, result in enumerate(ended):
         batch.end(place, result)
     rows.give_up_load(batch)
     assert batch.poll()
-    assert batch.results == [*ended, *[MissReason.DEADLINE] * (3 - len(ended))]
+    assert batch.results == [*ended, *[ReadFault.DEADLINE] * (3 - len(ended))]
     assert rows.is_stalled is is_stall
     assert counts["loads_late"] == 1
 
@@ -62,7 +62,7 @@ def test_rows_come_back_under_their_namespace_alone(rows):
     assert rows.record(b"key") != key
     found = rows.load([rows.record(b"key")], lambda _place, _payload: None, 1e12)
     assert found.wait(60)
-    assert found.results == [MissReason.ABSENT]
+    assert found.results == [ReadFault.ABSENT]
 
 
 def fill(payload: memoryview, value: int) -> None:

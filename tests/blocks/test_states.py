@@ -14,7 +14,7 @@ from kvferry.keys import state_keys
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.layout.states import components_of
 from kvferry.observe import Counters
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
 from kvferry.record.state_parts import StatePart, smallest_payload, state_parts
 from kvferry.store.base import PutResult
@@ -130,7 +130,7 @@ class Engine:
             put = put_record(store, schema, key, TOKENS, bytes(table), memoryview(image))
             assert put.result is PutResult.STORED
 
-    def read(self, store: MemoryStore, first_token: int = TOKENS) -> list[MissReason | None]:
+    def read(self, store: MemoryStore, first_token: int = TOKENS) -> list[ReadFault | None]:
         found = []
         for number, (part, key) in enumerate(
             zip(self.parts, state_keys(KEY, len(self.parts)), strict=True)
@@ -221,7 +221,7 @@ def test_a_state_of_other_tokens_or_damaged_or_with_a_part_missing_is_a_miss():
     engine.compute(seed=1)
     engine.store(store)
     # What is wrong is taken out: the second rank finds nothing.
-    wrong = [MissReason.OTHER_RECORD, MissReason.ABSENT]
+    wrong = [ReadFault.OTHER_RECORD, ReadFault.ABSENT]
     assert engine.read(store, first_token=128) == wrong * len(engine.parts)
     first, second, *others = state_keys(KEY, len(engine.parts))
     engine.store(store := MemoryStore("states"))
@@ -232,8 +232,8 @@ def test_a_state_of_other_tokens_or_damaged_or_with_a_part_missing_is_a_miss():
     store.discard(first, "for the test")
     assert store.put(first, [image]).result is PutResult.STORED
     assert engine.read(store) == [
-        *(MissReason.BAD_CHECKSUM, MissReason.ABSENT),
-        *(MissReason.ABSENT, MissReason.ABSENT),
+        *(ReadFault.BAD_CHECKSUM, ReadFault.ABSENT),
+        *(ReadFault.ABSENT, ReadFault.ABSENT),
         *[None, None] * len(others),
     ]
 

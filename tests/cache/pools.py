@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.cache.deciding.hold import Hold
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.scheduler import SharedStorageScheduler
+from kvferry.cache.deciding.scheduler import CacheScheduler
 from kvferry.testing.pools import check_pool
 from kvferry.types import ChunkKey
 
@@ -24,7 +24,7 @@ def held_keys(pool: HostPool) -> set[ChunkKey]:
     return set(pool._by_key)
 
 
-def holds_of(role: SharedStorageScheduler) -> list[Hold]:
+def holds_of(role: CacheScheduler) -> list[Hold]:
     """Return all that owns pins: of each search, its hit and its audit; loads; and audits."""
     requests = role.requests.by_id.values()
     searches = [request.search for request in requests if request.search is not None]

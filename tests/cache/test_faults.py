@@ -18,7 +18,7 @@ from kvferry.blocks.copies import BlockCopies
 from kvferry.cache.config import CacheBounds
 from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS
 from kvferry.cache.deciding.policy import MIN_WAIT_SECONDS
-from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStorageMeta
+from kvferry.cache.messages import CacheMeta, Filled, RankReport, Saved, Sealed
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.messages import RepairedPlan, WorkerOutput
 from kvferry.errors import TransferError
@@ -328,14 +328,14 @@ def test_an_idle_host_is_kept_stepping_until_saves_are_reported_but_not_for_ever
     clock = FakeClock()
     host = make_host(store=store, clock=clock)
     host.run("writer", PROMPT)
-    assert host.scheduler.has_pending_work()
+    assert host.scheduler.has_work()
     clock.advance(CacheBounds().saves_seconds)
-    assert not host.scheduler.has_pending_work()
+    assert not host.scheduler.has_work()
     host.run("another writer", list(range(700, 741)))
-    assert host.scheduler.has_pending_work()
+    assert host.scheduler.has_work()
     gate.release()
     host.settle()
-    assert not host.scheduler.has_pending_work()
+    assert not host.scheduler.has_work()
 
 
 def test_a_step_longer_than_the_wait_for_saves_does_not_use_it_up(make_host):
@@ -347,9 +347,9 @@ def test_a_step_longer_than_the_wait_for_saves_does_not_use_it_up(make_host):
     host.prefill(request)
     clock.advance(CacheBounds().saves_seconds + 1)
     host.finish(request)
-    assert host.scheduler.has_pending_work()
+    assert host.scheduler.has_work()
     clock.advance(CacheBounds().saves_seconds)
-    assert not host.scheduler.has_pending_work()
+    assert not host.scheduler.has_work()
     gate.release()
 
 
@@ -367,11 +367,11 @@ def test_each_stage_of_a_save_gives_an_idle_host_as_much_time_again(make_host, s
     ended = {"filled": Filled(slot), "sealed": Sealed(slot), "saved": Saved(slot, "stored")}
     report = RankReport(rank=0, pool=host.pool.pool_id, **{stage: (ended[stage],)})
     clock.advance(CacheBounds().saves_seconds - 1)
-    host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
+    host.scheduler.update_output(WorkerOutput(meta=CacheMeta(reports=(report,))))
     clock.advance(2)
-    assert host.scheduler.has_pending_work()
+    assert host.scheduler.has_work()
     clock.advance(CacheBounds().saves_seconds)
-    assert not host.scheduler.has_pending_work()
+    assert not host.scheduler.has_work()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -247,7 +247,7 @@ def test_a_promise_that_comes_to_nothing_gives_its_slots_back(host, end: str):
         assert host.admit(request) == 40
         host.prefill(request)
     assert host.run("again", PROMPT).num_external_tokens == 40
-    assert not host.scheduler.has_pending_work()
+    assert not host.scheduler.has_work()
 
 
 def test_a_request_that_waits_for_blocks_keeps_its_promise(host):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.cache import messages
-from kvferry.cache.messages import Filled, RankReport, SharedStorageMeta
+from kvferry.cache.messages import CacheMeta, Filled, RankReport
 
 MESSAGES = [
     kind
@@ -33,7 +33,7 @@ def test_a_report_is_the_same_on_the_other_side():
         failed_requests=frozenset({"a"}),
         failed_keys=(b"k" * 32,),
     )
-    meta = SharedStorageMeta(reports=(report,))
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=SharedStorageMeta)
+    meta = CacheMeta(reports=(report,))
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=CacheMeta)
     assert decoded == meta
     assert hash(decoded.reports) == hash(meta.reports)

@@ -10,7 +10,7 @@ from benchmarks.host import HostStep
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.handover import STAMP
 from kvferry.observe import Counters
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.base import ABSENT
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
@@ -65,7 +65,7 @@ def test_a_promise_ends_with_the_verdict_on_its_record(make_host, stored):
     request = host.add("r", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens == HIT  # and no blocks are free
     wrong, namespace = keys_of(host)[2:], host.scheduler.requests.namespace
-    host.scheduler.audits.take_out(wrong, MissReason.NOT_FINITE, namespace)
+    host.scheduler.audits.take_out(wrong, ReadFault.NOT_FINITE, namespace)
     wait_for(lambda: all(stored.where(key) is ABSENT for key in wrong))
     answer = host.scheduler.lookup(request, 0)
     while answer.num_tokens is None:

@@ -8,15 +8,15 @@ from msgspec import structs
 from benchmarks.host import HostStep
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.messages import (
+    CacheMeta,
     Filled,
     RankReport,
     Save,
-    SharedStorageMeta,
     SlotChunk,
 )
 from kvferry.contract.messages import LookupMiss, WorkerOutput
 from kvferry.errors import ConfigError, Fault, FaultKind
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.base import Put
 from kvferry.store.file.store import FileStore
 from kvferry.store.wrappers import WrapperStore
@@ -128,7 +128,7 @@ def test_failures_of_one_rank_do_not_excuse_those_of_another(make_host, url: str
     assert set(report.failed_keys) == set(keys_of(host))
     assert report.failed_requests == {"reader"}
     assert report.failures == 1
-    assert report.filled == (Filled(chunk.slot, MissReason.CANCELLED),)
+    assert report.filled == (Filled(chunk.slot, ReadFault.CANCELLED),)
     assert not report.saved
     assert plan.filled_blocks() == step.output.invalid_block_ids
 
@@ -149,7 +149,7 @@ def test_the_scheduler_remembers_failures_by_rank(make_host, url: str):
             lose_chunk(host, key, rank=rank)
     host.prefill(host.request)
     assert host.scheduler.saves.failures_known == (1, 1)
-    meta = SharedStorageMeta(reports=(RankReport(rank=1, pool=host.pool.pool_id, failures=7),))
+    meta = CacheMeta(reports=(RankReport(rank=1, pool=host.pool.pool_id, failures=7),))
     host.scheduler.update_output(WorkerOutput(meta=meta))
     assert host.scheduler.saves.failures_known == (1, 7)
 
@@ -205,9 +205,9 @@ def test_a_part_that_was_put_off_is_asked_for_again_in_any_order_of_reports(
     plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     key, slot = plan.saves[0].chunk.key, plan.saves[0].chunk.slot
     for rank in order:
-        ended = Filled(slot, MissReason.CANCELLED if rank == putting_off else None)
+        ended = Filled(slot, ReadFault.CANCELLED if rank == putting_off else None)
         report = RankReport(rank=rank, pool=host.pool.pool_id, filled=(ended,))
-        host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
+        host.scheduler.update_output(WorkerOutput(meta=CacheMeta(reports=(report,))))
         check_pool(host.pool)
         if plans_between or rank == order[-1]:
             plan = host.scheduler.build_plan(HostStep([request], set(), set()))

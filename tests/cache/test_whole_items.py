@@ -102,7 +102,7 @@ def test_if_too_many_were_computed_in_parts_nothing_is_stored_behind_any_item(
     make_host, monkeypatch, most
 ):
     """Which ones is forgotten, and the host may give their blocks to others."""
-    monkeypatch.setattr("kvferry.cache.deciding.save_plan.MAX_FAILED", most)
+    monkeypatch.setattr("kvferry.cache.deciding.saves.MAX_FAILED", most)
     store, items = MemoryStore("items"), extra((20, 10))
     host = make_host(store=store, whole_items=True)
     request = host.add("first", PROMPT, extra_keys=items)

@@ -154,7 +154,7 @@ def away(engines):
     with going_away(engines.url) as (url, go_away):
         host = engines.recording(store=url)
         request = host.add("asked", PROMPT)
-        wait_for(lambda: host.scheduler.lookup(request, 0) and host.pool.has_orders)
+        wait_for(lambda: host.scheduler.lookup(request, 0) and host.pool.has_work)
         go_away()
         assert host.admit(request) == 0
         host.finish(request)
@@ -441,7 +441,7 @@ def test_a_link_that_is_too_slow_is_late_and_loses_nothing(run, make_host, url, 
             return hit
 
         first = host.add("first", PROMPT)
-        wait_for(lambda: host.scheduler.lookup(first, 0) and host.pool.has_orders)
+        wait_for(lambda: host.scheduler.lookup(first, 0) and host.pool.has_work)
         proxy.limit(100.0)
         assert host.admit(first) == 0
         host.finish(first)

@@ -247,7 +247,7 @@ def _delegate(base, rules, hooks):
 
 SCHEDULER_HOOKS = [
     "on_new_request", "lookup", "update_after_alloc", "build_plan", "empty_plan", "update_output",
-    "request_finished", "take_events", "take_stats", "has_pending_work", "reset", "close",
+    "request_finished", "take_events", "take_stats", "has_work", "reset", "close",
 ]  # fmt: skip
 WORKER_HOOKS = [
     "register_kv_caches", "begin_step", "start_load", "save",

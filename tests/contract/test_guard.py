@@ -94,8 +94,8 @@ class Answers(SchedulerRole):
     def take_stats(self):
         return self._answer("take_stats")
 
-    def has_pending_work(self):
-        return self._answer("has_pending_work", False)
+    def has_work(self):
+        return self._answer("has_work", False)
 
     def reset(self):
         return self._answer("reset", True)
@@ -175,7 +175,7 @@ def test_a11_a_hit_that_failed_is_not_offered_again():
         ("request_finished", (request_of(9), ([],)), FREE_NOW),
         ("take_events", (), ()),
         ("take_stats", (), None),
-        ("has_pending_work", (), False),
+        ("has_work", (), False),
         ("reset", (), False),
         ("close", (), None),
         (

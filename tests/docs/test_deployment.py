@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from kvferry.cache.config import SharedStorageConfig
+from kvferry.cache.config import CacheConfig
 from kvferry.config import build_config
 from kvferry.store.file import FileOptions
 from kvferry.store.url import parse_store_url, read_options
@@ -22,7 +22,7 @@ def place_of(config: str) -> Path:
     """The directory that an engine of this configuration stores in; it has a quota."""
     given = json.loads(config)
     assert (given["kv_connector"], given["kv_role"]) == ("KVFerryConnector", "kv_both")
-    options = build_config(SharedStorageConfig, given["kv_connector_extra_config"], where="example")
+    options = build_config(CacheConfig, given["kv_connector_extra_config"], where="example")
     url = parse_store_url(options.store)
     settings = read_options(url)
     assert isinstance(settings, FileOptions)

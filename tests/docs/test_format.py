@@ -10,7 +10,7 @@ from kvferry.keys import KEY_VERSION, ChunkKeys
 from kvferry.keys.chain import CHUNK_TAG
 from kvferry.keys.namespace import IRRELEVANT_FIELDS, NAMESPACE_TAG
 from kvferry.record import schema
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.types import FORMAT_VERSION, ExtraKeys
 
 ROOT = Path(__file__).parents[2]
@@ -59,5 +59,5 @@ def test_every_kind_of_weight_file_is_listed():
 def test_every_dtype_and_every_reason_of_wrong_bytes_is_listed():
     for dtype in schema.ITEM_BYTES:
         assert f"`{dtype}`" in TEXT
-    for reason in MissReason:
+    for reason in ReadFault:
         assert not reason.is_corruption or f"`{reason}`" in TEXT

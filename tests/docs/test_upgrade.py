@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cache.config import SharedStorageConfig
+from kvferry.cache.config import CacheConfig
 from kvferry.config import build_config
 from kvferry.contract.handover import STAMP_VERSION, read_handover
 from kvferry.errors import ConfigError, StorePlaceError
@@ -118,7 +118,7 @@ def kept_digests_of_another_form_are_hashed_again(yesterday):
 
 def an_unknown_option_ends_the_start(_yesterday):
     with pytest.raises(ConfigError, match="unknown option 'of_tomorrow'"):
-        build_config(SharedStorageConfig, {"store": "memory://a", "of_tomorrow": 1}, where="x")
+        build_config(CacheConfig, {"store": "memory://a", "of_tomorrow": 1}, where="x")
 
 
 def hosts_are_upgraded_apart(_yesterday):

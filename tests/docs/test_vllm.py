@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from kvferry.cache.config import SharedStorageConfig
+from kvferry.cache.config import CacheConfig
 from kvferry.config import build_config
 from kvferry.store.url import parse_store_url
 from kvferry.transfer.server import Listen
@@ -29,7 +29,7 @@ ROWS = {
 def test_the_option_table_lists_every_option_and_its_default():
     (table,) = re.findall(r"\| option \| default \|.*?\n\n", PAGE, re.DOTALL)
     told = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE))
-    options = {each.name: each.default for each in fields(SharedStorageConfig)}
+    options = {each.name: each.default for each in fields(CacheConfig)}
     assert told.keys() == {*options, "handover", "client_options"}
     for name, default in options.items():
         if isinstance(default, (bool, int, float)) or default == "first":
@@ -43,7 +43,7 @@ def test_the_pods_of_the_example_give_options_that_there_are():
     [container] = pods["spec"]["template"]["spec"]["containers"]
     given = json.loads(container["args"][-1].replace("$(POD)", "prefill-0"))
     assert given["kv_role"] == "kv_producer"
-    config = build_config(SharedStorageConfig, given["kv_connector_extra_config"], where="pods")
+    config = build_config(CacheConfig, given["kv_connector_extra_config"], where="pods")
     listen = Listen.parse(config.serve)
     assert {"containerPort": listen.port} in container["ports"]
     assert parse_store_url(config.store).scheme == "file"

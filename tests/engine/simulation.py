@@ -167,7 +167,7 @@ class PretendRole(SchedulerRole):
         """Return the blocks that hold computed tokens."""
         return list(table[: -(-request.num_computed_tokens // self.block_size)])
 
-    def has_pending_work(self):
+    def has_work(self):
         return self.pending
 
     def count(self, *call: Any) -> int:

@@ -1,6 +1,6 @@
 """Sample records for tests: geometries, deterministic payloads, and a reader that checks it all."""
 
-from kvferry.record.check import MissReason, check_head, check_rows, parse_head
+from kvferry.record.check import ReadFault, check_head, check_rows, parse_head
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
 from kvferry.types import KVGroup
@@ -87,13 +87,13 @@ def read(schema, data, *, key=KEY, first_token=0):
         start = schema.offset_of(rows)
         piece = view[start : start + schema.num_bytes_of(rows)]
         if not check_rows(schema.components[rows.component], piece, table[schema.leaf_slice(rows)]):
-            return MissReason.BAD_CHECKSUM
+            return ReadFault.BAD_CHECKSUM
     return None
 
 
 def read_unknown(data):
     """Check `data` as a reader that knows only what the header says."""
     info = parse_head(memoryview(data), len(data))
-    if isinstance(info, MissReason):
+    if isinstance(info, ReadFault):
         return info
     return read(info.schema, data, key=info.key, first_token=info.first_token)

@@ -14,7 +14,7 @@ checksum.CHECKSUM = checksum.Checksum(
     library="no_such_library", symbols=("blake2b",), kernel=None,
 )
 
-from kvferry.record.check import MissReason, check_record
+from kvferry.record.check import ReadFault, check_record
 from kvferry.record.leaves import native_leaves
 from kvferry.record.schema import LEAF_BYTES, Component, RecordSchema, leaf_digests
 
@@ -33,7 +33,7 @@ def check():
 assert check() is None
 for at in (schema.header_bytes, schema.head_bytes - 1, len(record) - 1):
     record[at] ^= 1
-    assert check() is MissReason.BAD_CHECKSUM
+    assert check() is ReadFault.BAD_CHECKSUM
     record[at] ^= 1
 print("right")
 """

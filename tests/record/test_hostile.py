@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.record.check import MissReason, check_head, parse_head
+from kvferry.record.check import ReadFault, check_head, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
 from tests.record.samples import (
     KEY,
@@ -39,7 +39,7 @@ def with_metadata(**fields):
 
 
 def is_corruption(reason):
-    return isinstance(reason, MissReason) and reason.is_corruption
+    return isinstance(reason, ReadFault) and reason.is_corruption
 
 
 def test_the_record_itself_is_right():
@@ -73,7 +73,7 @@ def test_every_single_bit_flip_is_found_in_a_head_with_a_mark():
 def test_a_mark_that_no_writer_makes_is_refused(mark):
     text = MARKED[8 : SCHEMA.header_bytes].rstrip(b" ").decode()
     wrong = with_header(text.replace(MARK.hex(), mark))
-    assert read_unknown(wrong) is MissReason.BAD_HEADER
+    assert read_unknown(wrong) is ReadFault.BAD_HEADER
     assert is_corruption(read(SCHEMA, wrong))
 
 
@@ -93,8 +93,8 @@ def test_every_single_bit_flip_is_found_by_a_reader_that_knows_nothing():
 
 def test_every_truncation_is_found():
     for length in range(len(RECORD)):
-        assert read(SCHEMA, RECORD[:length]) is MissReason.WRONG_SIZE
-        assert read_unknown(RECORD[:length]) is MissReason.WRONG_SIZE
+        assert read(SCHEMA, RECORD[:length]) is ReadFault.WRONG_SIZE
+        assert read_unknown(RECORD[:length]) is ReadFault.WRONG_SIZE
 
 
 def test_a_head_that_ends_early_is_found_whatever_size_was_said():
@@ -102,26 +102,26 @@ def test_a_head_that_ends_early_is_found_whatever_size_was_said():
     for length in range(SCHEMA.head_bytes):
         head = memoryview(RECORD)[:length]
         reason = check_head(SCHEMA, KEY, 0, SCHEMA.record_bytes, head)
-        assert reason is MissReason.WRONG_SIZE
+        assert reason is ReadFault.WRONG_SIZE
 
 
 @pytest.mark.parametrize("extra", [b"\0", b" " * 4096, RECORD])
 def test_trailing_bytes_are_found(extra):
-    assert read(SCHEMA, RECORD + extra) is MissReason.WRONG_SIZE
-    assert read_unknown(RECORD + extra) is MissReason.WRONG_SIZE
+    assert read(SCHEMA, RECORD + extra) is ReadFault.WRONG_SIZE
+    assert read_unknown(RECORD + extra) is ReadFault.WRONG_SIZE
 
 
 @pytest.mark.parametrize("size", [MAX_HEADER_BYTES + 1, 2**31, 2**32, 2**60, 2**63, 2**64 - 1])
 def test_an_oversized_header_is_found(size):
     data = with_header("{}", size=size)
-    assert read(SCHEMA, data) is MissReason.BAD_HEADER
-    assert read_unknown(data) is MissReason.BAD_HEADER
+    assert read(SCHEMA, data) is ReadFault.BAD_HEADER
+    assert read_unknown(data) is ReadFault.BAD_HEADER
 
 
 def test_a_header_longer_than_the_expected_one_is_not_taken_for_a_truncation():
     longer = with_header(RECORD[8:].ljust(3 * 4096, b" "), rest=bytes(4096))
     assert len(longer) > SCHEMA.record_bytes
-    assert read(SCHEMA, longer) is MissReason.BAD_HEADER
+    assert read(SCHEMA, longer) is ReadFault.BAD_HEADER
 
 
 def other(*, namespace=NAMESPACE, key=KEY, first_token=0, groups=None, chunk_tokens=3):
@@ -132,31 +132,31 @@ def other(*, namespace=NAMESPACE, key=KEY, first_token=0, groups=None, chunk_tok
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (other(key=bytes(32)), MissReason.OTHER_RECORD),
-        (other(namespace=bytes(32)), MissReason.OTHER_RECORD),
-        (other(first_token=3), MissReason.OTHER_RECORD),
-        (other(groups=[(1, 1, 3, "float32", None)]), MissReason.OTHER_RECORD),
-        (other(groups=[(1, 1, 4, "float16", None)]), MissReason.OTHER_RECORD),
-        (other(groups=[(1, 1, 1, "float32", None)] * 2), MissReason.OTHER_RECORD),
-        (other(chunk_tokens=4), MissReason.OTHER_RECORD),
-        (with_metadata(version="3"), MissReason.WRONG_VERSION),
-        (with_metadata(version="3", anything="new"), MissReason.WRONG_VERSION),
-        (with_metadata(version=1), MissReason.WRONG_VERSION),
-        (with_metadata(format="other"), MissReason.BAD_HEADER),
-        (with_metadata(leaf_bytes="1"), MissReason.BAD_HEADER),
-        (with_metadata(checksum="none"), MissReason.BAD_HEADER),
-        (with_metadata(key="00" * 31), MissReason.BAD_HEADER),
-        (with_metadata(key="zz" * 32), MissReason.BAD_HEADER),
-        (with_metadata(key=" " + KEY.hex()), MissReason.BAD_HEADER),
-        (with_metadata(key=KEY.hex().upper()), MissReason.BAD_HEADER),
-        (with_metadata(namespace=""), MissReason.BAD_HEADER),
-        (with_metadata(first_token="-1"), MissReason.BAD_HEADER),
-        (with_metadata(first_token="0_0"), MissReason.BAD_HEADER),
-        (with_metadata(first_token="٣"), MissReason.BAD_HEADER),
-        (with_metadata(first_token=str(2**63)), MissReason.BAD_HEADER),
-        (with_metadata(first_token="9" * 3500), MissReason.BAD_HEADER),
-        (with_metadata(chunk_tokens="1e3"), MissReason.BAD_HEADER),
-        (with_metadata(invented="field"), MissReason.BAD_HEADER),
+        (other(key=bytes(32)), ReadFault.OTHER_RECORD),
+        (other(namespace=bytes(32)), ReadFault.OTHER_RECORD),
+        (other(first_token=3), ReadFault.OTHER_RECORD),
+        (other(groups=[(1, 1, 3, "float32", None)]), ReadFault.OTHER_RECORD),
+        (other(groups=[(1, 1, 4, "float16", None)]), ReadFault.OTHER_RECORD),
+        (other(groups=[(1, 1, 1, "float32", None)] * 2), ReadFault.OTHER_RECORD),
+        (other(chunk_tokens=4), ReadFault.OTHER_RECORD),
+        (with_metadata(version="3"), ReadFault.WRONG_VERSION),
+        (with_metadata(version="3", anything="new"), ReadFault.WRONG_VERSION),
+        (with_metadata(version=1), ReadFault.WRONG_VERSION),
+        (with_metadata(format="other"), ReadFault.BAD_HEADER),
+        (with_metadata(leaf_bytes="1"), ReadFault.BAD_HEADER),
+        (with_metadata(checksum="none"), ReadFault.BAD_HEADER),
+        (with_metadata(key="00" * 31), ReadFault.BAD_HEADER),
+        (with_metadata(key="zz" * 32), ReadFault.BAD_HEADER),
+        (with_metadata(key=" " + KEY.hex()), ReadFault.BAD_HEADER),
+        (with_metadata(key=KEY.hex().upper()), ReadFault.BAD_HEADER),
+        (with_metadata(namespace=""), ReadFault.BAD_HEADER),
+        (with_metadata(first_token="-1"), ReadFault.BAD_HEADER),
+        (with_metadata(first_token="0_0"), ReadFault.BAD_HEADER),
+        (with_metadata(first_token="٣"), ReadFault.BAD_HEADER),
+        (with_metadata(first_token=str(2**63)), ReadFault.BAD_HEADER),
+        (with_metadata(first_token="9" * 3500), ReadFault.BAD_HEADER),
+        (with_metadata(chunk_tokens="1e3"), ReadFault.BAD_HEADER),
+        (with_metadata(invented="field"), ReadFault.BAD_HEADER),
     ],
 )
 def test_what_is_wrong_is_named(data, reason):
@@ -221,14 +221,14 @@ def renamed(old, new):
 def test_a_header_that_no_writer_makes_is_refused(text):
     data = with_header(text)
     reason = read(SCHEMA, data)
-    assert reason in (MissReason.BAD_HEADER, MissReason.WRONG_VERSION)
+    assert reason in (ReadFault.BAD_HEADER, ReadFault.WRONG_VERSION)
     assert read_unknown(data) is reason
 
 
 def test_another_component_name_is_found():
     data = with_header(renamed('"kv.0"', '"kv.1"'))
-    assert read(SCHEMA, data) is MissReason.OTHER_RECORD
-    assert read_unknown(data) is MissReason.BAD_CHECKSUM
+    assert read(SCHEMA, data) is ReadFault.OTHER_RECORD
+    assert read_unknown(data) is ReadFault.BAD_CHECKSUM
 
 
 def test_swapped_rows_are_found():
@@ -238,7 +238,7 @@ def test_swapped_rows_are_found():
     at = schema.head_bytes
     swapped = data[:at] + data[at + row : at + 2 * row] + data[at : at + row] + data[at + 2 * row :]
     assert read(schema, data) is None
-    assert read(schema, swapped) is MissReason.BAD_CHECKSUM
+    assert read(schema, swapped) is ReadFault.BAD_CHECKSUM
 
 
 def test_a_leaf_table_with_its_own_payload_but_anothers_root_is_found():
@@ -247,7 +247,7 @@ def test_a_leaf_table_with_its_own_payload_but_anothers_root_is_found():
     b = encode(schema, payload_of(schema, seed=2))
     root = slice(schema.header_bytes, schema.header_bytes + 16)
     mixed = b[: root.start] + a[root] + b[root.stop :]
-    assert read(schema, mixed) is MissReason.BAD_CHECKSUM
+    assert read(schema, mixed) is ReadFault.BAD_CHECKSUM
 
 
 @given(data=st.binary(max_size=300))
@@ -305,7 +305,7 @@ def test_memory_is_bounded_whatever_a_header_claims(data):
     view = memoryview(data)
     tracemalloc.start()
     try:
-        assert isinstance(parse_head(view, 2**62), MissReason)
+        assert isinstance(parse_head(view, 2**62), ReadFault)
         assert is_corruption(check_head(SCHEMA, KEY, 0, 2**62, view))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -322,16 +322,16 @@ def test_a_sparse_giant_that_is_consistent_allocates_nothing_either():
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert not isinstance(info, MissReason)
+    assert not isinstance(info, ReadFault)
     assert info.schema.payload_bytes == 2**37
     assert peak < 1024 * 1024
 
 
 def test_misses_that_are_no_corruption_leave_the_record_alone():
-    kept = {reason for reason in MissReason if not reason.is_corruption}
+    kept = {reason for reason in ReadFault if not reason.is_corruption}
     assert kept == {
-        MissReason.ABSENT,
-        MissReason.IO_ERROR,
-        MissReason.DEADLINE,
-        MissReason.CANCELLED,
+        ReadFault.ABSENT,
+        ReadFault.IO_ERROR,
+        ReadFault.DEADLINE,
+        ReadFault.CANCELLED,
     }

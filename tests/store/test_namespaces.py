@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.adapters.row_cache import RowCache
 from kvferry.observe import Counters
-from kvferry.record.check import MissReason, namespace_of
+from kvferry.record.check import ReadFault, namespace_of
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import Where
 from kvferry.store.erasures import add_to_notice, name_of_namespace
@@ -94,7 +94,7 @@ def test_rows_of_each_epoch_lie_under_their_namespace_and_are_found(make_store, 
     rows = RowCache(make_store(kind), SCHEMA, Counters(), io_threads=2, threads="test")
     store_row(rows)
     rows.begin_epoch(LATER)
-    assert load_row(rows) == [MissReason.ABSENT]
+    assert load_row(rows) == [ReadFault.ABSENT]
     store_row(rows)
     assert load_row(rows) == [None]
     wait_until(lambda: check_names(client) == {FIRST, LATER}, "both are there")

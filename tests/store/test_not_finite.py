@@ -12,7 +12,7 @@ import torch
 from kvferry.cli.copy import _copy
 from kvferry.observe import Counters
 from kvferry.record import schema as schemas
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import SAFETENSORS_DTYPE, RecordSchema, leaf_digests
 from kvferry.store import maintenance
 from kvferry.store.base import PutResult, Where
@@ -111,7 +111,7 @@ def by_copy(schema, image, target):
     source = MemoryStore("memory://source")
     stored(source, schema, image)
     copied = _copy(source, target, [Entry(KEY, len(image), 0.0)])
-    assert [why for _, why in copied.bad] == [MissReason.NOT_FINITE] * (not copied.keys)
+    assert [why for _, why in copied.bad] == [ReadFault.NOT_FINITE] * (not copied.keys)
 
 
 def by_tiers(schema, image, target):
@@ -168,7 +168,7 @@ def test_verify_and_audited_reads_find_what_older_releases_stored(
     stored(store, schema, image_of(schema, bits))
     entry = Entry(KEY, schema.record_bytes, 0.0)
     report = maintenance.verify(store, [entry], discards=False)
-    expected = None if is_finite else MissReason.NOT_FINITE
+    expected = None if is_finite else ReadFault.NOT_FINITE
     assert [why for _, why in report.bad] == [expected] * (not is_finite)
     image = memoryview(bytearray(schema.record_bytes))
     rows = [

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.base import PutResult, Where
 from kvferry.store.file import FileStore
 from kvferry.store.memory import MemoryStore
@@ -95,7 +95,7 @@ def test_only_what_is_there_and_right_lands(caller):
     one = caller(CorruptingStore(store, damage=flip_bit(-1), keys=KEYS[3:4]))
     batch = one.get()
     assert batch.wait(SECONDS)
-    assert batch.results == [None, MissReason.ABSENT, None, MissReason.BAD_CHECKSUM, None]
+    assert batch.results == [None, ReadFault.ABSENT, None, ReadFault.BAD_CHECKSUM, None]
     assert one.filled() == [0, 2, 4]
     assert not any(one.rows[3])
 
@@ -107,9 +107,9 @@ def test_a_batch_given_up_has_ended_and_its_memory_is_left_alone(caller):
     batch = one.get()
     assert gate.wait_for_arrival()
     assert not batch.poll()
-    batch.give_up(MissReason.DEADLINE)
+    batch.give_up(ReadFault.DEADLINE)
     assert batch.poll()
-    assert batch.results == [MissReason.DEADLINE] * 5
+    assert batch.results == [ReadFault.DEADLINE] * 5
     gate.release()
     assert one.client.close(SECONDS)
     assert one.filled() == []
@@ -136,11 +136,11 @@ def test_a_write_that_hangs_has_a_copy_of_what_it_writes(caller):
 
 
 def test_giving_up_does_not_end_what_is_being_copied():
-    batch: Batch[MissReason] = Batch(2)
+    batch: Batch[ReadFault] = Batch(2)
     during = []
 
     def copy():
-        batch.give_up(MissReason.DEADLINE)
+        batch.give_up(ReadFault.DEADLINE)
         during.append(batch.poll())
 
     assert batch.copy(0, copy)
@@ -148,7 +148,7 @@ def test_giving_up_does_not_end_what_is_being_copied():
     assert batch.poll()
     assert not batch.copy(1, copy)
     batch.end(1, None)
-    assert batch.results == [MissReason.DEADLINE] * 2
+    assert batch.results == [ReadFault.DEADLINE] * 2
 
 
 def test_a_failing_store_ends_every_record(caller):
@@ -158,14 +158,14 @@ def test_a_failing_store_ends_every_record(caller):
     assert batch.results == [PutResult.FAILED] * 5
     reads = one.get()
     assert reads.wait(SECONDS)
-    assert reads.results == [MissReason.IO_ERROR] * 5
+    assert reads.results == [ReadFault.IO_ERROR] * 5
 
 
 def test_a_closed_client_ends_every_record(caller):
     one = caller(MemoryStore())
     one.client.close(SECONDS)
     assert one.put().results == [PutResult.FAILED] * 5
-    assert one.get().results == [MissReason.IO_ERROR] * 5
+    assert one.get().results == [ReadFault.IO_ERROR] * 5
 
 
 def test_an_error_of_the_caller_ends_its_record(caller):
@@ -178,7 +178,7 @@ def test_an_error_of_the_caller_ends_its_record(caller):
 
     batch = one.client.get(KEYS, TOKENS, land, time.monotonic() + SECONDS)
     assert batch.wait(SECONDS)
-    assert batch.results == [MissReason.IO_ERROR] * 5
+    assert batch.results == [ReadFault.IO_ERROR] * 5
     assert one.counts["load_failed"] == 5
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RowRange, leaf_digests
 from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore
@@ -75,7 +75,7 @@ def test_each_of_the_rows_in_runs_is_verified_and_none_between_them(damaged):
     head = memoryview(bytearray(SCHEMA.head_bytes))
     wanted = RecordRead(key=KEY, first_token=0, head=head, rows=[(rows, landed)])
     reason = read_record(store, SCHEMA, wanted, Counters())
-    assert reason == (MissReason.BAD_CHECKSUM if damaged in held else None)
+    assert reason == (ReadFault.BAD_CHECKSUM if damaged in held else None)
     if reason is None:
         assert landed == b"".join(payload[row << 16 : (row + 1) << 16] for row in held)
 
@@ -88,7 +88,7 @@ def test_a_wrong_leaf_at_the_end_is_a_miss_and_the_record_goes():
     store.delete(KEY)
     store.put(KEY, [image])
     assert read(store, RowRange(0, 0, 17))[0] is None
-    assert read(store, EVERY)[0] is MissReason.BAD_CHECKSUM
+    assert read(store, EVERY)[0] is ReadFault.BAD_CHECKSUM
     assert store.where(KEY) is not Where.HERE
 
 
@@ -97,8 +97,8 @@ def test_a_value_shorter_than_its_head_is_a_miss():
     stored(store)
     for size in (1, 100, SCHEMA.head_bytes - 1, SCHEMA.head_bytes, -1):
         assert read(CorruptingStore(store, damage=truncate(size)), EVERY)[0] in (
-            MissReason.WRONG_SIZE,
-            MissReason.BAD_HEADER,
+            ReadFault.WRONG_SIZE,
+            ReadFault.BAD_HEADER,
         )
         stored(store)
 
@@ -132,5 +132,5 @@ def test_a_right_record_that_replaced_a_wrong_one_is_served_and_stays():
 def test_a_medium_that_fails_says_nothing_against_the_record():
     store = MemoryStore()
     stored(store)
-    assert read(FailingStore(store, operations={"read"}), EVERY)[0] is MissReason.IO_ERROR
+    assert read(FailingStore(store, operations={"read"}), EVERY)[0] is ReadFault.IO_ERROR
     assert read(store, EVERY)[0] is None

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvferry.cache.config import SharedStorageConfig
+from kvferry.cache.config import CacheConfig
 from kvferry.cli.main import main
 from kvferry.config import build_config
 from kvferry.errors import KVError, StoreError
@@ -112,8 +112,8 @@ def uses_of(url: str, number: int) -> Iterator[Callable[[], object]]:
     yield lambda: open_store([url, url])
     yield lambda: open_store([url, "memory://x"])
     yield lambda: open_store(url, multi_process=True)
-    yield lambda: build_config(SharedStorageConfig, {"store": [url, None]}, where="options")
-    yield lambda: build_config(SharedStorageConfig, {"store": url, "kind": url}, where="options")
+    yield lambda: build_config(CacheConfig, {"store": [url, None]}, where="options")
+    yield lambda: build_config(CacheConfig, {"store": url, "kind": url}, where="options")
     if number % 31 == 0:  # each takes a tenth of a second
         yield lambda: main(["ls", url])
         yield lambda: main(["ls", url, url])
@@ -164,7 +164,7 @@ def nowhere(monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
 
 
-OPTION_NAMES = [field.name for field in dataclasses.fields(SharedStorageConfig)]
+OPTION_NAMES = [field.name for field in dataclasses.fields(CacheConfig)]
 
 
 @pytest.mark.parametrize("name", [*OPTION_NAMES, "stores", f"valkey://:{SECRET}@h/kv"])
@@ -174,7 +174,7 @@ OPTION_NAMES = [field.name for field in dataclasses.fields(SharedStorageConfig)]
 def test_a_url_under_a_wrong_option_is_not_shown(name, url):
     shown: list[str] = []
     options = {"store": "memory://x", name: url}
-    tried(lambda: build_config(SharedStorageConfig, options, where="options"), shown)
+    tried(lambda: build_config(CacheConfig, options, where="options"), shown)
     assert not [text for text in shown if any(piece in text for piece in PIECES)]
 
 

@@ -111,7 +111,7 @@ class ToyEngine:
         return 3 + state % 97
 
     def close(self):
-        while self.scheduler.has_pending_work():
+        while self.scheduler.has_work():
             self.step(None, 0)
         for part in (self.scheduler, self.driver, self.cache):
             part.close()

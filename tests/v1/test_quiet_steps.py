@@ -112,7 +112,7 @@ def run_step(facade, metadata, finished=()):
 def test_a_quiet_step_gets_the_empty_plan_and_says_so(scheduling):
     facade, role = scheduling
     metadata = pickle.loads(pickle.dumps(facade.build_connector_meta(step())))
-    assert metadata == PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True)
+    assert metadata == PlanMetadata(EMPTY_PLAN, has_tokens=True, is_empty=True)
     facade.update_connector_output(KVConnectorOutput())
     assert role.calls == []
 
@@ -130,7 +130,7 @@ def test_a_quiet_step_gets_the_empty_plan_and_says_so(scheduling):
 )
 def test_news_in_a_step_reach_the_role(scheduling, news):
     facade, role = scheduling
-    assert not facade.build_connector_meta(step(**news)).is_quiet
+    assert not facade.build_connector_meta(step(**news)).is_empty
     assert role.calls == ["plan"]
 
 
@@ -153,7 +153,7 @@ def test_a_role_that_is_not_idle_is_asked_in_every_step(scheduling):
     facade, role = scheduling
     role.is_idle = False
     for _ in range(3):
-        assert not facade.build_connector_meta(step()).is_quiet
+        assert not facade.build_connector_meta(step()).is_empty
     assert role.calls == ["plan"] * 3
 
 
@@ -173,21 +173,21 @@ def test_a_role_that_is_not_idle_is_asked_in_every_step(scheduling):
 def test_an_idle_role_is_asked_whether_it_still_is_once_a_hook_was_called(scheduling, hook):
     facade, role = scheduling
     for _ in range(3):
-        assert facade.build_connector_meta(step()).is_quiet
+        assert facade.build_connector_meta(step()).is_empty
     role.is_idle = False
     hook(facade)
     role.calls.clear()
-    assert not facade.build_connector_meta(step()).is_quiet
+    assert not facade.build_connector_meta(step()).is_empty
     assert role.calls == ["plan"]
 
 
 @pytest.mark.parametrize("hook", ["take_events", "has_pending_push_work", "get_kv_connector_stats"])
 def test_what_a_host_asks_in_each_step_does_not_wake_an_idle_role(scheduling, hook):
     facade, role = scheduling
-    assert facade.build_connector_meta(step()).is_quiet
+    assert facade.build_connector_meta(step()).is_empty
     role.is_idle = False  # not by a hook: only asking would show it
     getattr(facade, hook)()
-    assert facade.build_connector_meta(step()).is_quiet
+    assert facade.build_connector_meta(step()).is_empty
     assert role.calls == []
 
 
@@ -202,7 +202,7 @@ def test_an_outstanding_load_keeps_the_guard_awake():
     assert guard.is_idle
 
 
-QUIET = PlanMetadata(EMPTY_PLAN, has_tokens=True, is_quiet=True)
+QUIET = PlanMetadata(EMPTY_PLAN, has_tokens=True, is_empty=True)
 LOUD = PlanMetadata(EMPTY_PLAN, has_tokens=True)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.keys import opaque_key
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import PutResult, Store
 from kvferry.store.record_client import Batch, RecordClient
@@ -67,7 +67,7 @@ class RowCache:
         """Return the key of the record of a row."""
         return opaque_key(self._schema.namespace, key)
 
-    def load(self, records: Sequence[ChunkKey], land: Copy, deadline: float) -> Batch[MissReason]:
+    def load(self, records: Sequence[ChunkKey], land: Copy, deadline: float) -> Batch[ReadFault]:
         """Begin to read rows; each is verified before it goes to `land`."""
         head = self._schema.head_bytes
 
@@ -92,13 +92,13 @@ class RowCache:
 
         return self._client.put(records, [0] * len(records), filled, deadline)
 
-    def give_up_load(self, batch: Batch[MissReason]) -> None:
+    def give_up_load(self, batch: Batch[ReadFault]) -> None:
         """End a load whose deadline passed. If it brought nothing, the store is stalled."""
         brought = any(
-            batch.has_ended(place) and result is not MissReason.DEADLINE
+            batch.has_ended(place) and result is not ReadFault.DEADLINE
             for place, result in enumerate(batch.results)
         )
-        batch.give_up(MissReason.DEADLINE)
+        batch.give_up(ReadFault.DEADLINE)
         self._observer.count("loads_late")
         if not brought:
             self._client.note_stall()

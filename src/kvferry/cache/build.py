@@ -16,15 +16,15 @@ from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRecords, RankRows
 from kvferry.blocks.states import PagedStates
 from kvferry.blocks.tables import Tables
-from kvferry.cache.config import RoleContext, SharedStorageConfig, default_memory_bytes
+from kvferry.cache.config import CacheConfig, RoleContext, default_memory_bytes
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.deciding.rank_slots import RankSlots
-from kvferry.cache.deciding.scheduler import SharedStorageScheduler
+from kvferry.cache.deciding.scheduler import CacheScheduler
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import machine_bytes, slot_size
-from kvferry.cache.moving.worker import SharedStorageWorker
+from kvferry.cache.moving.worker import CacheWorker
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError
@@ -53,7 +53,7 @@ class PrefixCache:
 
     Args:
         spec: the engine, and the rank for a worker role.
-        options: fields of `SharedStorageConfig`; unknown names are refused.
+        options: fields of `CacheConfig`; unknown names are refused.
         observer: receives its counts.
         store: replaces the store that the options name, and is closed here, too.
         where: names the place of the options, at the start of messages about them.
@@ -77,7 +77,7 @@ class PrefixCache:
         where: str = "shared_storage options",
         has_scheduler: bool = True,
     ) -> None:
-        config = build_config(SharedStorageConfig, options, where=where)
+        config = build_config(CacheConfig, options, where=where)
         self._spec = spec
         self.config = config
         chunk_tokens = self._chunk_tokens = _chunk_tokens(spec, config.chunk_tokens)
@@ -215,7 +215,7 @@ class PrefixCache:
         *,
         draw: Callable[[], float] = random.random,
         log: logging.Logger = logger,
-    ) -> SharedStorageScheduler:
+    ) -> CacheScheduler:
         """The scheduler role; call once.
 
         Args:
@@ -235,7 +235,7 @@ class PrefixCache:
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(_while_there(pool, _pool_gauges))
-        scheduler = SharedStorageScheduler(
+        scheduler = CacheScheduler(
             replace(self.context, draw=draw, log=log),
             self._schema,
             pool,
@@ -251,7 +251,7 @@ class PrefixCache:
             scheduler.advertise(*self._server.address)
         return scheduler
 
-    def worker(self, setup: DeviceSetup | None = None) -> SharedStorageWorker:
+    def worker(self, setup: DeviceSetup | None = None) -> CacheWorker:
         """The worker role; call once.
 
         Raises:
@@ -262,9 +262,7 @@ class PrefixCache:
         if spec.states is not None:
             kinds, tables = spec.states.kinds, spec.states.tables
             states = PagedStates(kinds, tables, list(zip(self._parts, records.parts, strict=True)))
-        return SharedStorageWorker(
-            self.context, records, self.num_slots, setup or DeviceSetup(), states
-        )
+        return CacheWorker(self.context, records, self.num_slots, setup or DeviceSetup(), states)
 
 
 def _chunk_tokens(spec: EngineSpec, chosen: int | None) -> int:

@@ -25,7 +25,7 @@ POOL_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedStorageConfig(ChunkOptions):
+class CacheConfig(ChunkOptions):
     """The options of an operator, with those of `ChunkOptions`. All but `store` have defaults.
 
     Attributes:
@@ -113,7 +113,7 @@ class RoleContext:
     """
 
     spec: EngineSpec
-    config: SharedStorageConfig
+    config: CacheConfig
     chunk_tokens: int
     store: Store
     observer: Observer

@@ -1,6 +1,6 @@
 """The messages between the roles of the shared-storage connector: plans down, reports up.
 
-In a step the scheduler role builds a `SharedStoragePlan`, which the host brings to the worker role
+In a step the scheduler role builds a `CachePlan`, which the host brings to the worker role
 of every rank. Each worker answers with a `RankReport`. A slot is host memory for one chunk.
 """
 
@@ -68,7 +68,7 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
     the same step. None: nothing was loaded, or the host cannot compute it again."""
 
 
-class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
+class CachePlan(Plan, frozen=True, kw_only=True, tag=True):
     """The plan of a step, from the scheduler role to every worker role. A worker first begins the
     fetches. It does the loads before the forward and the saves after it."""
 
@@ -100,7 +100,7 @@ class SharedStoragePlan(Plan, frozen=True, kw_only=True, tag=True):
         return frozenset(filled - {NULL_BLOCK})
 
 
-EMPTY_PLAN = SharedStoragePlan()
+EMPTY_PLAN = CachePlan()
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +109,7 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     missed: str | None = None
     """None: the slot holds what the plan said, verified. Else why it does not, a
-    `kvferry.record.check.MissReason`. Of a save or an audit, `CANCELLED`: a later step may try
+    `kvferry.record.check.ReadFault`. Of a save or an audit, `CANCELLED`: a later step may try
     again; `IO_ERROR`: that would not help, as where blocks do not hold what the host reported."""
     seconds: float = 0.0
     """For a fetch: the time from the plan to the end of the read."""
@@ -176,7 +176,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """The rank's slots; in every report, since the scheduler role may start later than the rank.
     None while the rank hashes the weights."""
     timed: int = 0
-    """`SharedStoragePlan.timed` of the step that ended; 0 if it was not timed."""
+    """`CachePlan.timed` of the step that ended; 0 if it was not timed."""
     off: str = ""
     """Why this rank neither loads nor saves, in the first report of one that cannot."""
     failures: int = 0
@@ -187,12 +187,12 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of the chunks that could not be copied for these loads."""
 
 
-class SharedStorageMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):
+class CacheMeta(WorkerMeta, frozen=True, kw_only=True, tag=True):
     """One report of a rank, or those of all ranks once they are folded."""
 
     reports: tuple[RankReport, ...] = ()
 
-    def aggregate(self, other: WorkerMeta) -> SharedStorageMeta:
-        if not isinstance(other, SharedStorageMeta):
-            raise TypeError(f"cannot fold {type(other).__name__} into SharedStorageMeta")
-        return SharedStorageMeta(reports=self.reports + other.reports)
+    def aggregate(self, other: WorkerMeta) -> CacheMeta:
+        if not isinstance(other, CacheMeta):
+            raise TypeError(f"cannot fold {type(other).__name__} into CacheMeta")
+        return CacheMeta(reports=self.reports + other.reports)

@@ -30,7 +30,7 @@ from kvferry.cli.prompts import (
 )
 from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, salt_mark, state_keys
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store import maintenance
 from kvferry.store.base import Store
 from kvferry.store.catalogue import Entry, StoredBytes
@@ -170,8 +170,8 @@ def _names_spaces(choice: Choice) -> bool:
 
 def _has_salt(store: Store, entry: Entry, salt: str, looked: Looked) -> bool:
     info = maintenance.inspect(store, entry)
-    if isinstance(info, MissReason):
-        looked.num_unreadable += info is not MissReason.ABSENT
+    if isinstance(info, ReadFault):
+        looked.num_unreadable += info is not ReadFault.ABSENT
         return False
     looked.num_unmarked += not info.mark
     return info.mark == salt_mark(info.schema.namespace, salt)

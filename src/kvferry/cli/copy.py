@@ -29,7 +29,7 @@ from kvferry.cli.stores import UrlArgument, await_answer, open_existing, require
 from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.keys import Namespace
-from kvferry.record.check import MissReason, check_head, check_record, parse_head
+from kvferry.record.check import ReadFault, check_head, check_record, parse_head
 from kvferry.store.base import PutResult, Store
 from kvferry.store.catalogue import Entry
 from kvferry.store.kind import Opening, StoreUrl
@@ -97,7 +97,7 @@ class _Copied(NamedTuple):
     keys: list[ChunkKey]
     """Of the records that the target has now, in order."""
     results: Counter[PutResult]
-    bad: list[tuple[Entry, MissReason]]
+    bad: list[tuple[Entry, ReadFault]]
     """Records that were left out, and why."""
     num_vanished: int
     """Records that were removed before they were read."""
@@ -108,7 +108,7 @@ def _copy(source: Store, target: Store, entries: Iterable[Entry]) -> _Copied:
     StoreError if a store fails, or the target does not take a record."""
     keys: list[ChunkKey] = []
     results: Counter[PutResult] = Counter()
-    bad: list[tuple[Entry, MissReason]] = []
+    bad: list[tuple[Entry, ReadFault]] = []
     num_vanished = 0
     described: set[bytes] = set()
     for entry in entries:
@@ -119,7 +119,7 @@ def _copy(source: Store, target: Store, entries: Iterable[Entry]) -> _Copied:
             num_vanished += 1
             continue
         namespace = _checked(entry.key, record, size)
-        if isinstance(namespace, MissReason):
+        if isinstance(namespace, ReadFault):
             bad.append((entry, namespace))
             continue
         if namespace not in described:
@@ -137,10 +137,10 @@ def _copy(source: Store, target: Store, entries: Iterable[Entry]) -> _Copied:
     return _Copied(keys, results, bad, num_vanished)
 
 
-def _checked(key: ChunkKey, record: memoryview, size: int) -> bytes | MissReason:
+def _checked(key: ChunkKey, record: memoryview, size: int) -> bytes | ReadFault:
     """Check a whole record; return its namespace, or why it is wrong."""
     info = parse_head(record, size)
-    if isinstance(info, MissReason):
+    if isinstance(info, ReadFault):
         return info
     why = check_head(info.schema, key, info.first_token, size, record)
     return why or check_record(info.schema, key, record, size) or info.schema.namespace

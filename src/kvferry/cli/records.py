@@ -36,7 +36,7 @@ from kvferry.cli.stores import (
 )
 from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
-from kvferry.record.check import MissReason, RecordInfo
+from kvferry.record.check import ReadFault, RecordInfo
 from kvferry.record.schema import LEAF_BYTES
 from kvferry.report.gather import causes
 from kvferry.store import maintenance
@@ -76,7 +76,7 @@ class _Listed(NamedTuple):
     def of(cls, store: Store, entry: Entry) -> _Listed:
         facts = {**_entry_facts(entry), "model": None}
         found = maintenance.inspect(store, entry)
-        if isinstance(found, MissReason):
+        if isinstance(found, ReadFault):
             return cls(entry.namespace, (b"", 0), {**facts, "error": str(found)})
         space, first = found.schema.namespace, found.first_token
         facts |= {"namespace": space.hex(), "first_token": first}
@@ -218,11 +218,11 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
     """Show one record: header, components and the result of checking every leaf. Exit code 1 if it
     is not right; it stays where it is."""
 
-    def look_at(store: Store) -> tuple[Entry, RecordInfo | MissReason, MissReason | None]:
+    def look_at(store: Store) -> tuple[Entry, RecordInfo | ReadFault, ReadFault | None]:
         entry = find(store, key_prefix)
         checked = maintenance.verify(store, [entry], discards=False)
-        fault = None if checked.num_records else MissReason.ABSENT
-        fault = MissReason.IO_ERROR if checked.num_unreadable else fault
+        fault = None if checked.num_records else ReadFault.ABSENT
+        fault = ReadFault.IO_ERROR if checked.num_unreadable else fault
         return entry, maintenance.inspect(store, entry), dict(checked.bad).get(entry, fault)
 
     entry, record, fault = query_store(url, look_at)

@@ -210,7 +210,7 @@ class StepDriver:
         """Whether nothing is due, and the role has nothing to do without a plan. While False, the
         host must not skip steps."""
         try:
-            return not self._reports.is_due and self.role.is_idle
+            return self._reports.is_idle and self.role.is_idle
         except Exception:
             self._faults.fault("is_idle", "the role is called in every step")
             return False

@@ -157,7 +157,7 @@ class GuardedScheduler(SchedulerRole):
     @property
     def is_idle(self) -> bool:
         try:
-            return self._promises.is_settled and self._role.is_idle
+            return self._promises.is_idle and self._role.is_idle
         except Exception:
             self._faults.fault("is_idle", "the role is called in every step")
             return False
@@ -207,8 +207,8 @@ class GuardedScheduler(SchedulerRole):
         hook = self._role.take_stats
         return self._faults.call(hook, otherwise=None, then="its counters are lost")
 
-    def has_pending_work(self) -> bool:
-        hook = self._role.has_pending_work
+    def has_work(self) -> bool:
+        hook = self._role.has_work
         return self._faults.call(hook, otherwise=False, then="the engine does not step for it")
 
     def reset(self) -> bool:

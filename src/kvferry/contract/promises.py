@@ -122,7 +122,7 @@ class Promises:
         """Take the reports of the workers."""
 
     @property
-    def is_settled(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing promised still needs a plan or a report, so that the host may skip the
         role's steps. Never again True once a plan could not be built."""
         return not (self._due or self._suspect)
@@ -183,9 +183,9 @@ class Reports:
         self._invalid: set[int] = set()  # blocks that a failed load left unfilled, to be reported
 
     @property
-    def is_due(self) -> bool:
-        """Whether something waits to be reported, so that the host must not skip steps."""
-        return bool(self._invalid)
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be reported, so that the host may skip steps."""
+        return not self._invalid
 
     def begin(self, plan: Plan) -> bool:
         """Note what a plan promises to the host. False for a plan that the worker must not get: it
@@ -226,7 +226,7 @@ class Reports:
             plan: plan of this step. If the output is malformed, every block that the plan fills is
                 reported as failed.
         """
-        if output is EMPTY_OUTPUT and not self.is_due:
+        if output is EMPTY_OUTPUT and self.is_idle:
             return EMPTY_OUTPUT
         if not isinstance(output, WorkerOutput) or not _holds_sets(output):
             # Any load of this step may have failed, so all of them count as failed.

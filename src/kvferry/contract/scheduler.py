@@ -109,7 +109,7 @@ class SchedulerRole(ABC):
         """Drain the counters of this role since the last call; None if nothing happened."""
         return None
 
-    def has_pending_work(self) -> bool:
+    def has_work(self) -> bool:
         """True while the host must keep stepping for this connector although no request is
         scheduled (a prefetch or a delayed free under way). Always True: the engine never idles."""
         return False

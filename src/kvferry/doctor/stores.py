@@ -23,7 +23,7 @@ from kvferry.doctor.findings import Finding, Problem, checked
 from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import Store, Where
 from kvferry.store.catalogue import Entry, StoredBytes
@@ -186,9 +186,9 @@ def _check_records(store: Store, report: StoreReport) -> None:
         entry.key: inspect(store, entry)
         for entry in islice(store.catalogue().scan(), NUM_INSPECTED)
     }
-    absent = {key for key, fault in found.items() if fault is MissReason.ABSENT}
-    wrong = [fault for fault in found.values() if isinstance(fault, MissReason)]
-    if wrong := [fault for fault in wrong if fault is not MissReason.ABSENT]:
+    absent = {key for key, fault in found.items() if fault is ReadFault.ABSENT}
+    wrong = [fault for fault in found.values() if isinstance(fault, ReadFault)]
+    if wrong := [fault for fault in wrong if fault is not ReadFault.ABSENT]:
         report.add(Problem.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
     removals = store.catalogue().removals(sys.maxsize)
     # Another machine has an index of its own, so what it evicts is gone without a reason here.

@@ -17,7 +17,7 @@ from kvferry.adapters.vllm.connector import WHERE, connector_options, take_rules
 from kvferry.adapters.vllm.host import load_host
 from kvferry.adapters.vllm.layers import refuse_parallel
 from kvferry.adapters.vllm.spec import HostedModel, hosted_model
-from kvferry.cache.config import SharedStorageConfig
+from kvferry.cache.config import CacheConfig
 from kvferry.config import build_config, unknown
 from kvferry.doctor.findings import Finding, Problem
 from kvferry.errors import ConfigError
@@ -187,7 +187,7 @@ def _check_connector(transfer: Mapping[str, Any], found: VllmConfig) -> bool:
     try:
         options = connector_options(extra)
         take_rules(options)  # of the connector itself
-        config = build_config(SharedStorageConfig, options, where=WHERE)
+        config = build_config(CacheConfig, options, where=WHERE)
     except ConfigError as error:
         found.add(error)
         return True

@@ -130,7 +130,7 @@ class Scheduler:
         return bool(
             self._requests
             or self._finished_ids
-            or self._role.has_pending_work()
+            or self._role.has_work()
             or self._awaits_lent_blocks()
         )
 

@@ -1,4 +1,4 @@
-"""Checks whether bytes are the record that they should be. A wrong record gives a `MissReason`.
+"""Checks whether bytes are the record that they should be. A wrong record gives a `ReadFault`.
 
 There are two kinds of readers. The serving path knows the schema and compares bytes; commands
 (`kvferry verify`, `ls`) know nothing and parse. Input is hostile: no check raises for bad bytes
@@ -29,7 +29,7 @@ from kvferry.record.schema import (
 from kvferry.types import FORMAT_VERSION, ChunkKey
 
 
-class MissReason(StrEnum):
+class ReadFault(StrEnum):
     """Why stored bytes were not served."""
 
     ABSENT = "absent"
@@ -54,7 +54,7 @@ class MissReason(StrEnum):
 _MARK = re.compile(rb',"mark":"([0-9a-f]{32})"\},"root":')
 _NAMESPACE = re.compile(rb'"format":"kvferry",[^{}]{0,200}"namespace":"([0-9a-f]{64})"')
 
-SOUND = (MissReason.ABSENT, MissReason.IO_ERROR, MissReason.DEADLINE, MissReason.CANCELLED)
+SOUND = (ReadFault.ABSENT, ReadFault.IO_ERROR, ReadFault.DEADLINE, ReadFault.CANCELLED)
 """Reasons that do not mean that the bytes are wrong."""
 
 
@@ -92,7 +92,7 @@ def namespace_of(head: bytes) -> bytes | None:
 
 def check_head(
     schema: RecordSchema, key: ChunkKey, first_token: int, size: int, head: memoryview
-) -> MissReason | None:
+) -> ReadFault | None:
     """Verify everything before the payload against the reader's schema, key and position.
 
     Args:
@@ -112,10 +112,10 @@ def check_head(
     if not data.startswith(header):
         return _why_header_differs(schema, size, data)
     if len(data) < schema.head_bytes or size != schema.record_bytes:
-        return MissReason.WRONG_SIZE
+        return ReadFault.WRONG_SIZE
     leaf_table = data[header_bytes + CHECKSUM.num_bytes :]
     if CHECKSUM.of(header + leaf_table) != data[header_bytes : header_bytes + CHECKSUM.num_bytes]:
-        return MissReason.BAD_CHECKSUM
+        return ReadFault.BAD_CHECKSUM
     return None
 
 
@@ -129,16 +129,16 @@ def check_rows(component: Component, payload: memoryview, leaf_table: bytes | me
 
 def check_record(
     schema: RecordSchema, key: ChunkKey, value: memoryview, size: int
-) -> MissReason | None:
+) -> ReadFault | None:
     """Verify a whole record and its values. It may have any namespace and any position in a prompt,
     but must have this key and the shape of `schema`. `value` has the first `schema.record_bytes`
     bytes of the stored value, or all that there are; `size` is the size of the stored value."""
     info = parse_head(value, size)
-    if isinstance(info, MissReason):
+    if isinstance(info, ReadFault):
         return info
     found = info.schema
     if (found.chunk_tokens, found.components) != (schema.chunk_tokens, schema.components):
-        return MissReason.OTHER_RECORD
+        return ReadFault.OTHER_RECORD
     reason = check_head(found, key, info.first_token, size, value)
     if reason is not None:
         return reason
@@ -149,13 +149,13 @@ def check_record(
         payload = value[start : start + component.num_bytes]
         digests, are_finite = leaves_of(component, payload)
         if digests != bytes(table[found.leaf_slice(rows)]):
-            return MissReason.BAD_CHECKSUM
+            return ReadFault.BAD_CHECKSUM
         if not are_finite:
-            return MissReason.NOT_FINITE
+            return ReadFault.NOT_FINITE
     return None
 
 
-def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
+def parse_head(head: memoryview, size: int) -> RecordInfo | ReadFault:
     """Parse an untrusted header. `head` has the first bytes of a value of `size` bytes: at least
     its whole header, unless that is above `MAX_HEADER_BYTES`.
 
@@ -163,54 +163,54 @@ def parse_head(head: memoryview, size: int) -> RecordInfo | MissReason:
     duplicate or missing fields, other orders, number formats and paddings are all refused.
     """
     if len(head) < 8:
-        return MissReason.WRONG_SIZE
+        return ReadFault.WRONG_SIZE
     header_size = int.from_bytes(head[:8], "little")
     if header_size > MAX_HEADER_BYTES:
-        return MissReason.BAD_HEADER
+        return ReadFault.BAD_HEADER
     if len(head) < 8 + header_size:
-        return MissReason.WRONG_SIZE
+        return ReadFault.WRONG_SIZE
     data = bytes(head[: 8 + header_size])
     try:
         info = _info_from_json(json.loads(data[8:].decode("ascii")))
     except (ValueError, RecursionError):
         # ConfigError is a ValueError: an impossible component or schema is a bad header.
-        return MissReason.BAD_HEADER
-    if isinstance(info, MissReason):
+        return ReadFault.BAD_HEADER
+    if isinstance(info, ReadFault):
         return info
     schema = info.schema
     if schema.encode_header(info.key, info.first_token, info.mark) != data:
-        return MissReason.BAD_HEADER
-    return info if size == schema.record_bytes else MissReason.WRONG_SIZE
+        return ReadFault.BAD_HEADER
+    return info if size == schema.record_bytes else ReadFault.WRONG_SIZE
 
 
-def _why_header_differs(schema: RecordSchema, size: int, data: bytes) -> MissReason:
+def _why_header_differs(schema: RecordSchema, size: int, data: bytes) -> ReadFault:
     parsed = parse_head(memoryview(data), size)
-    if not isinstance(parsed, MissReason):
-        return MissReason.OTHER_RECORD
+    if not isinstance(parsed, ReadFault):
+        return ReadFault.OTHER_RECORD
     # If the value goes on after a whole head, it is not cut: its header claims too much.
-    reaches_past = parsed is MissReason.WRONG_SIZE and size > len(data) >= schema.head_bytes
-    return MissReason.BAD_HEADER if reaches_past else parsed
+    reaches_past = parsed is ReadFault.WRONG_SIZE and size > len(data) >= schema.head_bytes
+    return ReadFault.BAD_HEADER if reaches_past else parsed
 
 
-def _info_from_json(tensors: object) -> RecordInfo | MissReason:
+def _info_from_json(tensors: object) -> RecordInfo | ReadFault:
     """Read the fields of a decoded header. Raises ValueError for something impossible."""
     metadata = _mapping(_mapping(tensors).pop("__metadata__", None))
     if metadata.get("format") != FORMAT_NAME:
-        return MissReason.BAD_HEADER
+        return ReadFault.BAD_HEADER
     version = metadata.get("version")
     mark = b""
     if version == str(MARKED_VERSION):
         mark = bytes.fromhex(_string(metadata, "mark"))
         if len(mark) != MARK_BYTES:
-            return MissReason.BAD_HEADER
+            return ReadFault.BAD_HEADER
     elif version != str(FORMAT_VERSION):
-        return MissReason.WRONG_VERSION
+        return ReadFault.WRONG_VERSION
     elif metadata.get("leaf_bytes") != str(LEAF_BYTES) or metadata.get("checksum") != CHECKSUM.name:
-        return MissReason.BAD_HEADER
+        return ReadFault.BAD_HEADER
     key = bytes.fromhex(_string(metadata, "key"))
     first_token = int(_string(metadata, "first_token"))
     if len(key) != 32 or not 0 <= first_token < 2**63:
-        return MissReason.BAD_HEADER
+        return ReadFault.BAD_HEADER
     schema = RecordSchema(
         namespace=bytes.fromhex(_string(metadata, "namespace")),
         chunk_tokens=int(_string(metadata, "chunk_tokens")),

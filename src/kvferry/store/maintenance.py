@@ -16,7 +16,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError, FaultKind, StoreError
-from kvferry.record.check import MissReason, RecordInfo, check_head, parse_head
+from kvferry.record.check import ReadFault, RecordInfo, check_head, parse_head
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import MAX_HEADER_BYTES, leaf_spans, one_leaf
 from kvferry.store.base import Store
@@ -41,7 +41,7 @@ class VerifyReport(NamedTuple):
 
     num_records: int
     num_bytes: int
-    bad: tuple[tuple[Entry, MissReason], ...]
+    bad: tuple[tuple[Entry, ReadFault], ...]
     """Every wrong record, and why it is wrong."""
     num_unreadable: int
     """Records that could not be read. They are neither in `num_records` nor in `bad`."""
@@ -63,7 +63,7 @@ def verify(
         discards: False leaves wrong records in place, as a read-only store always does.
     """
     window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
-    bad: list[tuple[Entry, MissReason]] = []
+    bad: list[tuple[Entry, ReadFault]] = []
     num_records = num_bytes = num_unreadable = 0
     for entry in entries:
         values = store.in_namespace(entry.namespace)
@@ -86,15 +86,15 @@ def verify(
     return VerifyReport(num_records, num_bytes, tuple(bad), num_unreadable)
 
 
-def inspect(store: Store, entry: Entry) -> RecordInfo | MissReason:
+def inspect(store: Store, entry: Entry) -> RecordInfo | ReadFault:
     """Read the header of a record; hostile bytes and a failing medium become a reason."""
     try:
         return read_header(store.in_namespace(entry.namespace), entry.key)
     except StoreError:
-        return MissReason.IO_ERROR
+        return ReadFault.IO_ERROR
 
 
-def read_header(store: Store, key: ChunkKey) -> RecordInfo | MissReason:
+def read_header(store: Store, key: ChunkKey) -> RecordInfo | ReadFault:
     """Read the header of a record; hostile bytes become a reason. Raises StoreError if the medium
     failed."""
     head = memoryview(bytearray(_HEADER_BYTES))
@@ -103,24 +103,24 @@ def read_header(store: Store, key: ChunkKey) -> RecordInfo | MissReason:
         head = memoryview(bytearray(8 + MAX_HEADER_BYTES))
         size = store.read(key, [(0, head)])
     if size is None:
-        return MissReason.ABSENT
+        return ReadFault.ABSENT
     info = parse_head(head[:size], size)
-    return info if isinstance(info, MissReason) or info.key == key else MissReason.OTHER_RECORD
+    return info if isinstance(info, ReadFault) or info.key == key else ReadFault.OTHER_RECORD
 
 
-def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> MissReason | None:
+def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> ReadFault | None:
     """Check the key, every checksum and all values of an untrusted record. Its first bytes are in
     `window`, which has room for the longest header, and for a leaf: the bytes that share one
     checksum."""
     info = parse_head(window[:size], size)
-    if isinstance(info, MissReason):
+    if isinstance(info, ReadFault):
         return info
     schema = info.schema
     if schema.head_bytes > _MAX_HEAD_BYTES:
-        return MissReason.BAD_HEADER
+        return ReadFault.BAD_HEADER
     trusted = memoryview(bytearray(schema.head_bytes))
     if store.read(key, [(0, trusted)]) != size:
-        return MissReason.WRONG_SIZE
+        return ReadFault.WRONG_SIZE
     reason = check_head(schema, key, info.first_token, size, trusted)
     if reason is not None:
         return reason
@@ -133,13 +133,13 @@ def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> Mi
                 end_of_window = min(start + window.nbytes, component.num_bytes)
                 wanted = window[: end_of_window - start]
                 if store.read(key, [(offset + start, wanted)]) != size:
-                    return MissReason.WRONG_SIZE
+                    return ReadFault.WRONG_SIZE
             leaf = window[start - start_of_window : stop - start_of_window]
             found = one_leaf(component, leaf)
             if found.digests != trusted[at : at + CHECKSUM.num_bytes]:
-                return MissReason.BAD_CHECKSUM
+                return ReadFault.BAD_CHECKSUM
             if not found.are_finite:
-                return MissReason.NOT_FINITE
+                return ReadFault.NOT_FINITE
             at += CHECKSUM.num_bytes
     return None
 

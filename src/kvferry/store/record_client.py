@@ -23,7 +23,7 @@ from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.leaves import joined
 from kvferry.record.schema import RecordSchema, RowRange, leaves_of
 from kvferry.store.backoff import Backoff
@@ -193,7 +193,7 @@ class RecordClient:
 
     def get(
         self, keys: Sequence[ChunkKey], first_tokens: Sequence[int], land: Land, deadline: float
-    ) -> Batch[MissReason]:
+    ) -> Batch[ReadFault]:
         """Begin to read records. Each one that is right goes to `land`.
 
         Args:
@@ -201,16 +201,16 @@ class RecordClient:
             deadline: deadline of the store's calls on the monotonic clock. A medium that hangs may
                 overrun it: a caller that must not wait calls `give_up`.
         """
-        batch: Batch[MissReason] = Batch(len(keys))
+        batch: Batch[ReadFault] = Batch(len(keys))
         for place, (key, first_token) in enumerate(zip(keys, first_tokens, strict=True)):
             named = _Named(self._schema, key, first_token)
             read = partial(self._read, batch, place, named, land, deadline)
-            self._submit(self._readers, batch, [place], read, MissReason.IO_ERROR)
+            self._submit(self._readers, batch, [place], read, ReadFault.IO_ERROR)
         return batch
 
     def _read(
         self,
-        batch: Batch[MissReason],
+        batch: Batch[ReadFault],
         place: int,
         named: _Named,
         land: Land,
@@ -257,7 +257,7 @@ class RecordClient:
         images = [known[key] for key in takewhile(known.__contains__, keys)]
         self._values.probe(keys[len(images) :])
         if now >= deadline:
-            self._observer.count(f"miss_{MissReason.DEADLINE}")
+            self._observer.count(f"miss_{ReadFault.DEADLINE}")
             return images
         start, is_leading = len(images), True
         while start < len(keys):
@@ -292,7 +292,7 @@ class RecordClient:
         try:
             for place in range(stop - start):
                 if not batch.wait(max(0.0, deadline - time.monotonic()), place):
-                    self._observer.count(f"miss_{MissReason.DEADLINE}")
+                    self._observer.count(f"miss_{ReadFault.DEADLINE}")
                     if not start + place:
                         self.note_stall()
                     return landed[:place], False
@@ -300,7 +300,7 @@ class RecordClient:
                 if reason is not None and not reason.is_corruption:
                     return landed[:place], False
         finally:
-            batch.give_up(MissReason.CANCELLED)
+            batch.give_up(ReadFault.CANCELLED)
         return landed, True
 
     # ---- writing

@@ -1,7 +1,7 @@
 """Reads and writes single records of a store, and verifies what it reads.
 
 The cache, `RecordClient` and the commands call it. Functions that do I/O block, and run on I/O
-threads. They raise nothing: a failed read answers with a `MissReason`, a failed write with a
+threads. They raise nothing: a failed read answers with a `ReadFault`, a failed write with a
 `PutResult`. A record with wrong bytes is taken out of the store.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import StoreError
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason, check_head, check_record, check_rows
+from kvferry.record.check import ReadFault, check_head, check_record, check_rows
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import RecordSchema, RowRange, leaves_of
 from kvferry.store.base import NO_DEADLINE, Put, PutResult, RecordBytes, Store, ValueCheck
@@ -34,11 +34,11 @@ def value_check(*schemas: RecordSchema) -> ValueCheck:
     """Return a check that accepts records of these schemas, of any namespace, and no other values.
     The records of all have one size."""
 
-    def why_wrong(key: ChunkKey, value: memoryview, size: int) -> MissReason | None:
-        reason: MissReason | None = None
+    def why_wrong(key: ChunkKey, value: memoryview, size: int) -> ReadFault | None:
+        reason: ReadFault | None = None
         for schema in schemas:
             reason = check_record(schema, key, value, size)
-            if reason is not MissReason.OTHER_RECORD:
+            if reason is not ReadFault.OTHER_RECORD:
                 break
         return reason
 
@@ -74,7 +74,7 @@ def read_record(
     deadline: float = NO_DEADLINE,
     *,
     faults: list[StoreError] | None = None,
-) -> MissReason | None:
+) -> ReadFault | None:
     """Read and verify parts of a record, in the namespace of its schema; None if all that was read
     is right. What the store raised is appended to `faults`.
 
@@ -87,7 +87,7 @@ def read_record(
         if reason is not None and reason.is_corruption:
             reason = _read(store, schema, read, deadline)
     except StoreError as error:
-        reason = MissReason.IO_ERROR
+        reason = ReadFault.IO_ERROR
         if faults is not None:
             faults.append(error)
     if reason is None:
@@ -101,7 +101,7 @@ def read_record(
 
 def _read(
     store: Store, schema: RecordSchema, read: RecordRead, deadline: float
-) -> MissReason | None:
+) -> ReadFault | None:
     head = read.head[: schema.head_bytes]
     all_rows = [(buffer, schema.runs_of(rows)) for rows, buffer in read.rows]
     ranges = [(0, head)] if read.image is None else [(0, read.image)]
@@ -109,7 +109,7 @@ def _read(
         ranges += [(schema.offset_of(run), buffer[start:stop]) for run, start, stop in runs]
     size = store.read(read.key, ranges, deadline)
     if size is None:
-        return MissReason.ABSENT
+        return ReadFault.ABSENT
     reason = check_head(schema, read.key, read.first_token, size, head[:size])
     if reason is not None:
         return reason
@@ -119,9 +119,9 @@ def _read(
         leaves = b"".join([table[schema.leaf_slice(run)] for run, _, _ in runs])
         component = schema.components[runs[0][0].component]
         if not check_rows(component, buffer, leaves):
-            return MissReason.BAD_CHECKSUM
+            return ReadFault.BAD_CHECKSUM
         if read.looks_at_values and not leaves_of(component, buffer).are_finite:
-            return MissReason.NOT_FINITE
+            return ReadFault.NOT_FINITE
     return None
 
 

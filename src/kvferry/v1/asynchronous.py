@@ -87,8 +87,8 @@ class AsyncPromises(Promises):
             self._loading.pop(request_id, None)
 
     @property
-    def is_settled(self) -> bool:
-        return super().is_settled and not (self._loading or self._freed)
+    def is_idle(self) -> bool:
+        return super().is_idle and not (self._loading or self._freed)
 
     def settle(self, plan: Plan, step: StepView) -> Plan:
         due = [(name, each) for name, each in self._due if name in self._loading]
@@ -133,8 +133,8 @@ class AsyncReports(Reports):
         self._ended: dict[str, bool] = {}  # ended requests; True: nothing is to be reported
 
     @property
-    def is_due(self) -> bool:
-        return bool(self._lost or self._early) or super().is_due
+    def is_idle(self) -> bool:
+        return super().is_idle and not (self._lost or self._early)
 
     def begin(self, plan: Plan) -> bool:
         """Note the async loads that a plan starts, too. If the worker cannot name them, only one

@@ -317,7 +317,7 @@ class V1SchedulerRole(SchedulerRole):
         stats = self._connector.get_kv_connector_stats()
         return None if stats is None or stats.is_empty() else stats.reduce()
 
-    def has_pending_work(self) -> bool:
+    def has_work(self) -> bool:
         return self._connector.has_pending_push_work()
 
     def reset(self) -> bool:

@@ -29,7 +29,7 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Observer
 from kvferry.v1.base import KVConnectorBase_V1
-from kvferry.v1.host import HostRequests, has_answer, is_quiet
+from kvferry.v1.host import HostRequests, has_answer, only_continues
 from kvferry.v1.types import (
     CounterStats,
     ForwardContext,
@@ -104,7 +104,7 @@ class OneRole:
         if isinstance(role, SchedulerRole):
             # Quiet steps are not shown to the role.
             guarded = GuardedScheduler(role, observer, block_size=block_size, checks_host=False)
-            quiet = PlanMetadata(guarded.empty_plan(), has_tokens=True, is_quiet=True)
+            quiet = PlanMetadata(guarded.empty_plan(), has_tokens=True, is_empty=True)
             self._half = SchedulerHalf(guarded, requests or HostRequests(), quiet)
         else:
             self._half = StepDriver(role, observer)
@@ -155,7 +155,7 @@ class OneRole:
                     type(connector_metadata).__name__,
                 )
             return
-        self._is_skipped = connector_metadata.is_quiet and (self._is_skipped or driver.is_idle)
+        self._is_skipped = connector_metadata.is_empty and (self._is_skipped or driver.is_idle)
         if self._is_skipped:
             return
         driver.begin(connector_metadata.plan, has_tokens=connector_metadata.has_tokens)
@@ -250,10 +250,10 @@ class OneRole:
         role.update_after_alloc(view, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._quiet is not None and is_quiet(scheduler_output):
+        if self._quiet is not None and only_continues(scheduler_output):
             return self._quiet
         role, requests, quiet = self._woken()
-        if role.is_idle and is_quiet(scheduler_output):
+        if role.is_idle and only_continues(scheduler_output):
             self._quiet = quiet
             return quiet
         plan = role.build_plan(requests.step(scheduler_output))
@@ -283,7 +283,7 @@ class OneRole:
         return self._scheduler.role.take_events()
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.role.has_pending_work()
+        return self._scheduler.role.has_work()
 
     @property
     def requires_kv_delivery(self) -> bool:

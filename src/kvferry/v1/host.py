@@ -314,7 +314,7 @@ class HostRequests:
             view.table = [list(group) for group in block_ids]
 
 
-def is_quiet(output: Any) -> bool:  # noqa: ANN401 - a host's object
+def only_continues(output: Any) -> bool:  # noqa: ANN401 - a host's object
     """Whether a step only continues requests in blocks that they already have. Most steps do."""
     try:
         cached = output.scheduled_cached_reqs

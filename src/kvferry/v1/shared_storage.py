@@ -34,7 +34,7 @@ from kvferry.v1.types import (
 )
 
 OWN_OPTIONS = {"kv_layout", "shared_storage_path"}
-"""Keys of `kv_connector_extra_config` read here; all others are `SharedStorageConfig` fields."""
+"""Keys of `kv_connector_extra_config` read here; all others are `CacheConfig` fields."""
 
 
 def align_to_block_size(num_tokens: int, block_size: int) -> int:
@@ -92,7 +92,7 @@ class SharedStorageConnectorMetadata(KVConnectorMetadata):
 class SharedStorageConnector(RolesAsV1, SupportsHMA):
     """A connector that reuses prefixes through a store, for hosts that drive one class.
 
-    Options are in `kv_connector_extra_config`: the fields of `SharedStorageConfig`, and `kv_layout`
+    Options are in `kv_connector_extra_config`: the fields of `CacheConfig`, and `kv_layout`
     (axes of the host's layer tensors, see `kvferry.layout.spec.LAYOUTS`; default "2BNHD").
     `shared_storage_path` is read as `store=file://<path>` if there is no `store`.
 

@@ -348,7 +348,7 @@ class PlanMetadata(KVConnectorMetadata):
     plan: Plan
     has_tokens: bool
     """Whether the step computes anything."""
-    is_quiet: bool = False
+    is_empty: bool = False
     """Whether the plan is the empty one and no request ends. Idle workers skip such a step."""
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvferry.blocks.audit import compare
-from kvferry.cache.messages import RankReport, SharedStorageMeta
+from kvferry.cache.messages import CacheMeta, RankReport
 from kvferry.cache.moving.comparisons import Comparisons
 from kvferry.contract.messages import LookupMiss, WorkerOutput
 from kvferry.errors import ConfigError
@@ -596,7 +596,7 @@ def test_a_load_that_failed_ends_the_audits_that_wait(reader, recomputes):
     request = host.admitted("first", PROMPT)
     host.step([request], tokens=1)
     failed = RankReport(rank=0, pool=host.pool.pool_id, failures=1, failed_keys=(b"of another",))
-    host.scheduler.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(failed,))))
+    host.scheduler.update_output(WorkerOutput(meta=CacheMeta(reports=(failed,))))
     host.step([request], tokens=len(PROMPT) - SHORT - 1)
     end(host, request)
     assert counts(host) == (0, 0, 0)

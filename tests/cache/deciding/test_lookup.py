@@ -40,7 +40,7 @@ def test_a_search_asks_then_fetches_then_settles_and_ends_when_its_request_is_ad
     store.asks = True
     assert host.scheduler.lookup(request, 0).num_tokens is None
     assert isinstance(state.search.state, Asking)
-    assert not host.pool.has_orders
+    assert not host.pool.has_work
     store.asks = False
     assert host.scheduler.lookup(request, 0).num_tokens is None
     assert isinstance(state.search.state, Fetching)

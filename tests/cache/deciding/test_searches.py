@@ -20,7 +20,7 @@ from benchmarks.host import HostRequest, HostStep
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.deciding.search import Asking, Awaiting, Fetching, Search
 from kvferry.cache.deciding.searches import FIRST_PAUSE_SECONDS
-from kvferry.cache.messages import Filled, RankReport, Saved, Sealed, SharedStorageMeta
+from kvferry.cache.messages import CacheMeta, Filled, RankReport, Saved, Sealed
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ChunkKeys, ModelIdentity
@@ -372,7 +372,7 @@ class Events:
         report = RankReport(
             rank=0, pool=self.role.pool.pool_id, filled=(filled,), sealed=sealed, saved=saved
         )
-        self.role.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
+        self.role.update_output(WorkerOutput(meta=CacheMeta(reports=(report,))))
 
     def store_some(self, which: int, how: int) -> None:
         """The store learns of leading chunks of a prompt, loses some, or begins to ask for them."""
@@ -426,7 +426,7 @@ def test_what_a_peer_turns_out_to_lack_is_asked_for_once_in_the_order_of_the_pro
     events.store.probe = lambda keys, **how: asked.append((list(keys), how)) or Where.ABSENT
     filled = tuple(Filled(slot, "absent") for slot in reversed(slots))
     report = RankReport(rank=0, pool=events.role.pool.pool_id, filled=filled)
-    events.role.update_output(WorkerOutput(meta=SharedStorageMeta(reports=(report,))))
+    events.role.update_output(WorkerOutput(meta=CacheMeta(reports=(report,))))
     search = events.role.requests.by_id["1"].search
     assert asked == [(list(search.wanted.keys), {"again": True})]
 
@@ -550,11 +550,11 @@ def test_a_hit_waits_for_slots_that_others_have_until_its_deadline(are_released)
     events.store_some(0, 4)
     (request,) = events.requests
     assert events.role.lookup(request, 0).num_tokens is None
-    assert not pool.has_orders
+    assert not pool.has_work
     if are_released:
         pool.unpin_all(others)
     else:
         events.clock.advance(PATIENCE)
     expected = (None, False, None) if are_released else (0, False, "no_memory")
     assert events.role.lookup(request, 0) == expected
-    assert pool.has_orders == are_released
+    assert pool.has_work == are_released

@@ -14,10 +14,10 @@ from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import CacheBounds
 from kvferry.cache.messages import (
+    CachePlan,
     Fetch,
     Load,
     Save,
-    SharedStoragePlan,
     SlotChunk,
 )
 from kvferry.contract.spec import EngineSpec
@@ -114,7 +114,7 @@ class DeviceHost:
     def begin(self, **plan: object) -> None:
         """Run the part of a step before the forward."""
         first = self.cache.schema.namespace
-        self.worker.begin_step(SharedStoragePlan(first_namespace=first, **plan))
+        self.worker.begin_step(CachePlan(first_namespace=first, **plan))
         self.worker.start_load()
 
     def end(self) -> None:

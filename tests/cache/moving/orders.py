@@ -12,7 +12,7 @@ import torch
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.messages import Fetch, Load, Save, SlotChunk
 from kvferry.layout.streams import REACHED
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.stores.hooks import wait_until
 from tests.cache.moving.device_host import BLOCK, CHUNK, DeviceHost
@@ -62,7 +62,7 @@ class Engine:
         num_sealed = len(self.host.sealed)
         self._step(saves=(Save(chunk(slot, number), slices(blocks)),))
         if self.host.missed[num_missed:]:
-            assert self.host.missed[num_missed].missed == MissReason.CANCELLED
+            assert self.host.missed[num_missed].missed == ReadFault.CANCELLED
             return
         self.device.run_until(lambda: self.device.is_idle("hashing"))
 

@@ -18,11 +18,11 @@ from kvferry.blocks.paged import PagedTables
 from kvferry.cache.config import CacheBounds
 from kvferry.cache.messages import Fetch, Filled, SlotChunk
 from kvferry.cache.moving.slot_io import SlotIO
-from kvferry.cache.moving.worker import SharedStorageWorker
+from kvferry.cache.moving.worker import CacheWorker
 from kvferry.errors import TransferError
 from kvferry.layout.device import TorchCopies
 from kvferry.layout.streams import Streams
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool
 from kvferry.store.memory import MemoryStore
@@ -232,13 +232,13 @@ def test_a_wrong_block_id_reaches_no_stream(make, device, bad):
     host.step(saves=(save,), loads=(host.load(tables), never_fetched))
     simulated.drain()
     # What a step computed on failed loads is not saved, whatever its blocks.
-    assert host.missed == [Filled(save.chunk.slot, MissReason.CANCELLED)]
+    assert host.missed == [Filled(save.chunk.slot, ReadFault.CANCELLED)]
     assert bad in host.invalid
     # The last chunk of the first load, and all of the second, whose slots hold nothing.
     assert host.observer["load_failed_chunks"] == 4
     host.step(saves=(save,), failures_known=(1,))
     simulated.drain()
-    assert host.missed[1:] == [Filled(save.chunk.slot, MissReason.IO_ERROR)]
+    assert host.missed[1:] == [Filled(save.chunk.slot, ReadFault.IO_ERROR)]
     found = host.rows(LOADED)
     host.restore(before)
     for ours, old in zip(found, host.rows(LOADED), strict=True):
@@ -289,7 +289,7 @@ def test_saves_that_find_no_device_memory_free_are_offered_again(make):
             assert run_all(device, "engine") == []
             left = left[1:] if _step == 0 else left
         assert host.missed == [
-            Filled(save.chunk.slot, MissReason.CANCELLED) for save in [*left, *left]
+            Filled(save.chunk.slot, ReadFault.CANCELLED) for save in [*left, *left]
         ]
         device.drain()
         host.settle(saved=3 - len(left))
@@ -307,7 +307,7 @@ def test_saves_without_device_memory_are_put_off(make):
     device.compute(host.fill)
     device.memory_left = 3  # gather, copy and hash of one chunk
     host.end()
-    assert host.missed == [Filled(slot, MissReason.CANCELLED) for slot in SAVE_SLOTS[1:]]
+    assert host.missed == [Filled(slot, ReadFault.CANCELLED) for slot in SAVE_SLOTS[1:]]
     assert host.observer["save_no_device_memory"] == 1
     device.drain()
     host.settle(saved=1)
@@ -324,7 +324,7 @@ def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_wr
     device.compute(host.fill)
     device.memory_left = 2  # gather and copy of one chunk, and not its hash
     host.end()
-    assert host.missed == [Filled(slot, MissReason.CANCELLED) for slot in SAVE_SLOTS]
+    assert host.missed == [Filled(slot, ReadFault.CANCELLED) for slot in SAVE_SLOTS]
     device.memory_left = 10**9
     (chunk, *_others) = chunks(SAVE_SLOTS)
     host.step(fetches=(Fetch(chunk, (0, 1)),))
@@ -376,7 +376,7 @@ def test_a_fetch_without_a_thread_is_a_miss(make, monkeypatch):
     monkeypatch.setattr(IOPool, "submit", refuse)
     host.step(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
     assert host.missed == [Filled(slot, "io_error") for slot in FETCH_SLOTS]
-    assert not host.worker.io.is_busy
+    assert host.worker.io.is_idle
 
 
 def test_what_follows_a_copy_waits_for_the_others_of_its_step(make, monkeypatch):
@@ -550,7 +550,7 @@ def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back
     host.step(saves=saves(slots=(6, 7, 0)), failures_known=(1,))
     device.drain()
     assert host.invalid == {block for table in LOADED for block in table}
-    assert host.missed == [Filled(slot, MissReason.IO_ERROR) for slot in (6, 7, 0)]
+    assert host.missed == [Filled(slot, ReadFault.IO_ERROR) for slot in (6, 7, 0)]
     for cache, old in zip(host.caches, before, strict=True):
         assert torch.equal(cache.whole, old)
 
@@ -608,9 +608,9 @@ def test_a_device_that_cannot_be_used_at_the_start_ends_no_engine(make, monkeypa
     assert caplog.text.count("kvferry is off") == 1
     host.step(pool=7, fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
     assert host.off
-    assert host.missed == [Filled(slot, MissReason.IO_ERROR) for slot in FETCH_SLOTS]
+    assert host.missed == [Filled(slot, ReadFault.IO_ERROR) for slot in FETCH_SLOTS]
     host.step(pool=7, saves=saves())
-    assert host.missed[3:] == [Filled(slot, MissReason.IO_ERROR) for slot in SAVE_SLOTS]
+    assert host.missed[3:] == [Filled(slot, ReadFault.IO_ERROR) for slot in SAVE_SLOTS]
     assert host.worker.is_idle
     device.drain()
     host.worker.unregister_kv_caches()
@@ -737,8 +737,8 @@ def test_memory_taken_in_inference_mode_serves_outside_of_it(make, monkeypatch):
     """A host may register in one mode and step in the other."""
     from kvferry.layout.kernels import TritonCopies
 
-    register = torch.inference_mode()(SharedStorageWorker.register_kv_caches)
-    monkeypatch.setattr(SharedStorageWorker, "register_kv_caches", register)
+    register = torch.inference_mode()(CacheWorker.register_kv_caches)
+    monkeypatch.setattr(CacheWorker, "register_kv_caches", register)
     store, expected = stored(make)
     device = SimulatedDevice()
     host = make(store=store, setup=device.setup(copies=TritonCopies))
@@ -779,7 +779,7 @@ def test_a_smaller_piece_of_memory_does_and_no_copy_takes_more(make, monkeypatch
     host.step(saves=saves(LOADED))
     device.drain()
     host.settle(saved=2)
-    assert host.missed == [Filled(SAVE_SLOTS[2], MissReason.CANCELLED)]
+    assert host.missed == [Filled(SAVE_SLOTS[2], ReadFault.CANCELLED)]
     assert sum(taken) < 4096  # checksums
 
 

@@ -11,14 +11,14 @@ import torch
 
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.messages import Fetch, Load, Save, SharedStoragePlan, SlotChunk
+from kvferry.cache.messages import CachePlan, Fetch, Load, Save, SlotChunk
 from kvferry.contract.spec import EngineSpec, StateSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, state_keys
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.layout.states import components_of
 from kvferry.observe import Counters
-from kvferry.record.check import MissReason, parse_head
+from kvferry.record.check import ReadFault, parse_head
 from kvferry.store.base import PutResult
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.stores.hooks import wait_until
@@ -105,7 +105,7 @@ class Engine:
     def step(self, **plan: Any) -> None:
         self.number += 1
         first = self.cache.identity.first
-        carried = SharedStoragePlan(
+        carried = CachePlan(
             pool=7, number=self.number, namespace=first, first_namespace=first, **plan
         )
         self.worker.begin_step(carried)
@@ -224,7 +224,7 @@ def test_a_part_that_is_missing_or_of_another_model_is_a_miss():
     store.discard(first.key, "for the test")
     fetched(engine)
     assert sorted(str(each.missed) for each in engine.filled) == sorted(
-        [str(MissReason.ABSENT), *["None"] * (len(engine.parts) - 1)]
+        [str(ReadFault.ABSENT), *["None"] * (len(engine.parts) - 1)]
     )
     engine.close()
     other = Engine(stored(), "Mamba-2 in one dtype")
@@ -268,7 +268,7 @@ def test_a_save_without_a_block_for_each_table_stores_nothing(why: str):
     engine = Engine(store)
     engine.step(saves=saves(engine, LOST[why]))
     engine.settle(filled=len(engine.parts))
-    assert {each.missed for each in engine.filled} == {MissReason.IO_ERROR}
+    assert {each.missed for each in engine.filled} == {ReadFault.IO_ERROR}
     assert store.stat().num_records == 0
     engine.close()
 

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from kvferry.errors import StoreError
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import Component, RecordSchema, leaf_digests
 from kvferry.store.base import Where
 from kvferry.store.maintenance import verify
@@ -66,18 +66,18 @@ RECORD = make_record(make_key(0))
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", MissReason.WRONG_SIZE),
-        (RECORD[:-1], MissReason.WRONG_SIZE),
-        (RECORD[:100], MissReason.WRONG_SIZE),
-        (RECORD + b"x", MissReason.WRONG_SIZE),
-        (damaged(RECORD, 30), MissReason.BAD_HEADER),
-        (damaged(RECORD, SCHEMA.header_bytes), MissReason.BAD_CHECKSUM),
-        (damaged(RECORD, SCHEMA.header_bytes + 20), MissReason.BAD_CHECKSUM),
-        (damaged(RECORD, SCHEMA.head_bytes), MissReason.BAD_CHECKSUM),
-        (damaged(RECORD, SCHEMA.component_offsets[1] + 70_000), MissReason.BAD_CHECKSUM),
-        (damaged(RECORD, len(RECORD) - 1), MissReason.BAD_CHECKSUM),
-        (make_record(make_key(1)), MissReason.OTHER_RECORD),
-        ((1 << 60).to_bytes(8, "little") + bytes(100), MissReason.BAD_HEADER),
+        (b"", ReadFault.WRONG_SIZE),
+        (RECORD[:-1], ReadFault.WRONG_SIZE),
+        (RECORD[:100], ReadFault.WRONG_SIZE),
+        (RECORD + b"x", ReadFault.WRONG_SIZE),
+        (damaged(RECORD, 30), ReadFault.BAD_HEADER),
+        (damaged(RECORD, SCHEMA.header_bytes), ReadFault.BAD_CHECKSUM),
+        (damaged(RECORD, SCHEMA.header_bytes + 20), ReadFault.BAD_CHECKSUM),
+        (damaged(RECORD, SCHEMA.head_bytes), ReadFault.BAD_CHECKSUM),
+        (damaged(RECORD, SCHEMA.component_offsets[1] + 70_000), ReadFault.BAD_CHECKSUM),
+        (damaged(RECORD, len(RECORD) - 1), ReadFault.BAD_CHECKSUM),
+        (make_record(make_key(1)), ReadFault.OTHER_RECORD),
+        ((1 << 60).to_bytes(8, "little") + bytes(100), ReadFault.BAD_HEADER),
     ],
     ids=range(12),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import Fault, FaultKind, StoreError
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.catalogue import Catalogue
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
@@ -42,7 +42,7 @@ def tiered(remote):
 def test_records_of_every_namespace_are_verified_through_a_tier(remote, tiered):
     found = verify(tiered, tiered.catalogue().scan(), discards=False)
     assert (found.num_records, len(found.bad), found.num_unreadable) == (2, 2, 0)
-    assert {inspect(tiered, each) for each in tiered.catalogue().scan()} == {MissReason.WRONG_SIZE}
+    assert {inspect(tiered, each) for each in tiered.catalogue().scan()} == {ReadFault.WRONG_SIZE}
 
 
 def test_records_of_every_namespace_are_removed_through_a_tier(remote, tiered):

@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from kvferry.observe import Counters
-from kvferry.record.check import MissReason, check_record
+from kvferry.record.check import ReadFault, check_record
 from kvferry.record.schema import leaf_digests
 from kvferry.store.base import Where
 from kvferry.store.file.store import FileStore
@@ -121,6 +121,6 @@ def test_a_wrong_value_behind_is_replaced_by_a_copy(wrong):
 def test_a_whole_record_is_checked_against_the_key_asked_for():
     value = memoryview(put(MemoryStore(), LIAR))
     assert check_record(SCHEMA, LIAR, value, len(value)) is None
-    assert check_record(SCHEMA, make_key(0), value, len(value)) is MissReason.OTHER_RECORD
+    assert check_record(SCHEMA, make_key(0), value, len(value)) is ReadFault.OTHER_RECORD
     other = schema_of([(2, 2, 32, "float32", None)], 200)
-    assert check_record(other, LIAR, value, len(value)) is MissReason.OTHER_RECORD
+    assert check_record(other, LIAR, value, len(value)) is ReadFault.OTHER_RECORD

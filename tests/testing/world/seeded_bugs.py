@@ -51,7 +51,7 @@ LOOKUP = "cache/deciding/lookup.py"
 SEARCH = "cache/deciding/search.py"
 SEARCHES = "cache/deciding/searches.py"
 POOL = "cache/deciding/host_pool.py"
-SAVES = "cache/deciding/save_plan.py"
+SAVES = "cache/deciding/saves.py"
 AUDITS = "cache/deciding/audits.py"
 ACCOUNTS = "cache/deciding/accounts.py"
 LOANS = "cache/deciding/loans.py"
@@ -152,7 +152,7 @@ BUGS = (
         "        if not check_rows(component, buffer, leaves):",
         "        if not (check_rows(component, buffer, leaves) or True):"),
     Bug("a cancelled read counts as filled", SLOTS,
-        "                return Filled(chunk.slot, MissReason.CANCELLED)\n            deadline",
+        "                return Filled(chunk.slot, ReadFault.CANCELLED)\n            deadline",
         "                return Filled(chunk.slot)\n            deadline"),
     Bug("a read that failed counts as filled", SLOTS,
         "            return Filled(chunk.slot, missed, seconds, detail=said, kind=kind)",

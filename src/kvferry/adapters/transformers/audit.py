@@ -20,7 +20,7 @@ from kvferry.adapters.transformers.states import StateRecords
 from kvferry.blocks.audit import compare
 from kvferry.blocks.tolerance import DOUBTFUL, OTHER_KV, ROUNDING, SHALLOW_LAYERS
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.base import Store
 from kvferry.types import ChunkKey
 
@@ -104,7 +104,7 @@ class Auditor:
         if bad is not None:
             self._observer.count("records_corrupt")
             for key in keys[bad:]:
-                self._store.discard(key, MissReason.NOT_FINITE)
+                self._store.discard(key, ReadFault.NOT_FINITE)
             return False
         self._observer.count("audits")
         numbers = [0]
@@ -166,7 +166,7 @@ class Auditor:
         if not all(map(_is_finite, tree.tensors_of(stored.state))):
             self._observer.count("records_corrupt")
             for key in parts:
-                self._store.discard(key, MissReason.NOT_FINITE)
+                self._store.discard(key, ReadFault.NOT_FINITE)
             return None
         before = self._before(keys, stored, items, timeout)
         begin, end = len(before.images) * size, len(stored.images) * size

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from kvferry.keys import state_keys
 from kvferry.observe import Observer
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Store, Where
 from kvferry.store.record_client import RecordClient
@@ -66,7 +66,7 @@ class StateRecords:
             if not batch.wait(max(0.0, deadline - time.monotonic())):
                 return None
         finally:
-            batch.give_up(MissReason.CANCELLED)
+            batch.give_up(ReadFault.CANCELLED)
         return None if any(batch.results) else bytes(whole)
 
     def write(self, states: dict[ChunkKey, tuple[int, bytes]], deadline: float) -> None:

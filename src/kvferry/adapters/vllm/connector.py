@@ -28,7 +28,7 @@ from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
 from kvferry.cache.build import PrefixCache
-from kvferry.cache.config import SharedStorageConfig
+from kvferry.cache.config import CacheConfig
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.config import build_config, format_size, unknown
 from kvferry.contract.faults import HookFaults
@@ -127,7 +127,7 @@ class FerryConnector(OneRole):
         """Describe this engine as this half sees it. All that can be refused without reading the
         weights is."""
         config = self._host_config
-        options = build_config(SharedStorageConfig, self._options, where=WHERE)
+        options = build_config(CacheConfig, self._options, where=WHERE)
         sizes = {layer.block_size for layer in self._layers or ()}
         sizes = sizes or {config.cache_config.block_size}
         spec = engine_spec(

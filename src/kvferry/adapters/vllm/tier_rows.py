@@ -56,7 +56,7 @@ class _Transfer:
     request: str | None
     """The request of a load; None for a store."""
     batch: Batch[Any]
-    """With results of `MissReason` for a load, of `PutResult` for a store."""
+    """With results of `ReadFault` for a load, of `PutResult` for a store."""
     deadline: float
     submitted: float
     is_late: bool = False

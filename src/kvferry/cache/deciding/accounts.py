@@ -11,10 +11,9 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.miss import ABSENT
+from kvferry.cache.deciding.miss import ABSENT, Miss
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.search import Search
 from kvferry.cache.messages import Save
@@ -154,14 +153,14 @@ class Accounts:
         for reason, tokens in misses.items():
             self._observer.count(f"miss_tokens/{reason}", tokens)
 
-    def not_cacheable(self, view: RequestView, refusal: Refusal) -> None:
+    def not_cacheable(self, view: RequestView, miss: Miss) -> None:
         """Count a request that was admitted and must not be cached."""
-        num_tokens, reason = len(view.all_token_ids), refusal.reason
+        num_tokens, reason = len(view.all_token_ids), miss.reason
         self._observer.count("lookup_tokens", num_tokens)
         if num_tokens:
             self._observer.count(f"miss_tokens/{reason}", num_tokens)
         if view.handover is not None:
-            answer = JournalAnswer(0, {}, {reason: num_tokens}, refusal.why)
+            answer = JournalAnswer(0, {}, {reason: num_tokens}, miss.why)
             self._count_handover(view, view.handover, answer, {})
 
     def wants_end(self, view: RequestView) -> bool:
@@ -201,21 +200,12 @@ class Accounts:
         return tiers
 
 
-class Refusal(NamedTuple):
-    """Why a request must not be cached."""
-
-    reason: str
-    """A `LookupMiss`."""
-    why: str
-    """The same in words; empty for most."""
-
-
-def not_cached(view: RequestView, refusal: Refusal) -> JournalAnswer:
+def not_cached(view: RequestView, miss: Miss) -> JournalAnswer:
     """Return the answer to a request that must not be cached: every token is a miss, and none is
     stored."""
     num_tokens = view.num_prompt_tokens
-    missed = {refusal.reason: num_tokens} if num_tokens else {}
-    return JournalAnswer(0, {}, missed, refusal.why, missed)
+    missed: dict[str, int] = {miss.reason: num_tokens} if num_tokens else {}
+    return JournalAnswer(0, {}, missed, miss.why, missed)
 
 
 def explained(

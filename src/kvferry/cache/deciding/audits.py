@@ -34,7 +34,7 @@ from kvferry.cache.deciding.hold import Hold
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey, ScheduledRequest
 
@@ -217,9 +217,9 @@ class Audits:
     def _conclude(self, audit: Audit) -> None:
         """Judge an audit of which all ranks have compared their parts."""
         observer = self._context.observer
-        if any(each.missed == MissReason.NOT_FINITE for each in audit.results):
+        if any(each.missed == ReadFault.NOT_FINITE for each in audit.results):
             observer.count("records_corrupt")
-            self.take_out(audit.behind, MissReason.NOT_FINITE, audit.record.namespace)
+            self.take_out(audit.behind, ReadFault.NOT_FINITE, audit.record.namespace)
             return
         if audit.copy.failed:
             # For example, a rank whose load failed spoils what the others compute in that step.

@@ -18,7 +18,7 @@ from kvferry.cache.deciding.miss import ABSENT, Miss
 from kvferry.cache.deciding.policy import ProducerWaits
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
-from kvferry.cache.deciding.save_plan import SavePlan
+from kvferry.cache.deciding.saves import Saves
 from kvferry.cache.deciding.search import NO_HANDOVER, HandoverPlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
@@ -41,7 +41,7 @@ class Handovers:
     """
 
     def __init__(
-        self, context: RoleContext, requests: Requests, saves: SavePlan, patience: ProducerWaits
+        self, context: RoleContext, requests: Requests, saves: Saves, patience: ProducerWaits
     ) -> None:
         self._context = context
         self._requests = requests

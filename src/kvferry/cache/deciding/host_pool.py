@@ -79,9 +79,9 @@ class Slot:
         return self.key == NO_KEY
 
     @property
-    def is_busy(self) -> bool:
-        """Whether some rank may still read into it or write from it."""
-        return self.num_filling > 0 or self.num_sealing > 0 or self.is_writing
+    def is_idle(self) -> bool:
+        """Whether no rank reads into it or writes from it any more."""
+        return not (self.num_filling or self.num_sealing or self.is_writing)
 
 
 class HostPool:
@@ -166,10 +166,10 @@ class HostPool:
     @property
     def is_idle(self) -> bool:
         """Whether no slot is being filled or written, and none is to be."""
-        return not (self._num_filling or self._num_writing or self.has_orders)
+        return not (self._num_filling or self._num_writing or self.has_work)
 
     @property
-    def has_orders(self) -> bool:
+    def has_work(self) -> bool:
         """Whether the next plan must go out even if nothing is scheduled."""
         return bool(self._fetches or self._cancels)
 
@@ -253,7 +253,7 @@ class HostPool:
         no slot can be had."""
         old = self._by_key.get(key)
         if old is not None:
-            if old.pins or old.is_busy:
+            if old.pins or not old.is_idle:
                 return None
             self.give_up(old)
         return self._assign(key, first_token, mark)
@@ -420,7 +420,7 @@ class HostPool:
         """Give up a chunk that cannot be loaded, or has to be read again, unless its slot is pinned
         or busy."""
         slot = self._by_key.get(key)
-        if slot is not None and not slot.pins and not slot.is_busy:
+        if slot is not None and not slot.pins and slot.is_idle:
             self.give_up(slot)
 
     def give_up(self, slot: Slot) -> None:
@@ -439,7 +439,7 @@ class HostPool:
 
     def _settle(self, slot: Slot) -> None:
         """Make a slot idle or free if no request and no rank uses it any more."""
-        if slot.pins or slot.is_busy or self._slots.get(slot.index) is not slot:
+        if slot.pins or not slot.is_idle or self._slots.get(slot.index) is not slot:
             return
         if self._by_key.get(slot.key) is slot:
             self._idle[slot.key] = None

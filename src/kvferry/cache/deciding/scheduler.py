@@ -19,28 +19,28 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cache.config import RoleContext
-from kvferry.cache.deciding.accounts import Accounts, Announcer, Refusal, explained, not_cached
+from kvferry.cache.deciding.accounts import Accounts, Announcer, explained, not_cached
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.erased import Erased, is_of_request
 from kvferry.cache.deciding.handovers import Handovers
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.cache.deciding.miss import Miss
+from kvferry.cache.deciding.miss import Miss, refused
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
-from kvferry.cache.deciding.save_plan import SavePlan
+from kvferry.cache.deciding.saves import Saves
 from kvferry.cache.deciding.search import Search
 from kvferry.cache.deciding.searches import Searches
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.deciding.weights_file import WeightsFile
 from kvferry.cache.messages import (
     EMPTY_PLAN,
+    CacheMeta,
+    CachePlan,
     Filled,
     Load,
     RankReport,
     Save,
-    SharedStorageMeta,
-    SharedStoragePlan,
 )
 from kvferry.contract.messages import (
     ASK_AGAIN,
@@ -56,7 +56,7 @@ from kvferry.contract.spec import Mode
 from kvferry.errors import ContractError
 from kvferry.journal import Journal
 from kvferry.network import join_host
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
 from kvferry.store.erasures import names_of
 from kvferry.types import BlockTable, RequestView, ScheduledRequest, StepView
@@ -75,7 +75,7 @@ def _never_promised(view: RequestView, num_tokens: int) -> ContractError:
     return ContractError(f"{num_tokens} tokens of {view.request_id!r} were never promised")
 
 
-class SharedStorageScheduler(SchedulerRole):
+class CacheScheduler(SchedulerRole):
     """The scheduler role of an engine; the host calls its hooks. Runs in: scheduler process, one
     thread. No hook but `close` blocks or does I/O.
 
@@ -122,7 +122,7 @@ class SharedStorageScheduler(SchedulerRole):
         announcer = (
             Announcer(context.store, schema.chunk_tokens) if spec.host_publishes_events else None
         )
-        self.saves = SavePlan(
+        self.saves = Saves(
             context, pool, self.requests, shared_writes, announcer, self.audits.take_out
         )
         self._handovers = Handovers(context, self.requests, self.saves, patience)
@@ -168,12 +168,12 @@ class SharedStorageScheduler(SchedulerRole):
             self.pool.clear()
             self.saves.begin_epoch()
 
-    def _refusal(self, view: RequestView) -> Refusal | None:
+    def _refusal(self, view: RequestView) -> Miss | None:
         """Follow a request. Return why it must not be cached; None if it may be."""
         if not self.requests.follow(view):
-            return Refusal(view.extra_keys.reason, view.extra_keys.why)
+            return refused(view.extra_keys)
         if self._state.epoch is None:
-            return Refusal(self._state.miss or LookupMiss.HASHING, self._state.why)
+            return Miss(self._state.miss or LookupMiss.HASHING, self._state.why)
         return None
 
     def _may_load(self, view: RequestView) -> bool:
@@ -348,10 +348,10 @@ class SharedStorageScheduler(SchedulerRole):
             loads = tuple(each.load[0] for each in self.requests.at_work if each.load is not None)
         timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
         unchecked = self.audits.take_unchecked()
-        if not (loads or saves or unchecked or timed or self.pool.has_orders):
+        if not (loads or saves or unchecked or timed or self.pool.has_work):
             return EMPTY_PLAN
         fetches, cancels = self.pool.pop_orders()
-        return SharedStoragePlan(
+        return CachePlan(
             pool=self.pool.pool_id,
             number=next(self._plan_numbers),
             fetches=fetches,
@@ -395,7 +395,7 @@ class SharedStorageScheduler(SchedulerRole):
             if slot.is_spare:
                 self.audits.lost_plan(slot)
             for _ in range(slot.num_filling):
-                self._learn_filled(Filled(slot.index, MissReason.CANCELLED))
+                self._learn_filled(Filled(slot.index, ReadFault.CANCELLED))
 
     def _admit_late(self, view: RequestView) -> None:
         """Store what a running request computes, as its extra keys became known after it was
@@ -428,14 +428,14 @@ class SharedStorageScheduler(SchedulerRole):
         has_work = self.requests.has_work or self.audits.has_unchecked
         return not has_work and self.pool.is_idle
 
-    def has_pending_work(self) -> bool:
-        return self.pool.has_orders or self.saves.keeps_host_awake
+    def has_work(self) -> bool:
+        return self.pool.has_work or self.saves.has_work
 
     # -- reports --------------------------------------------------------------------------------
 
     def update_output(self, output: WorkerOutput) -> None:
         self._follow_identity()
-        if isinstance(output.meta, SharedStorageMeta):
+        if isinstance(output.meta, CacheMeta):
             for report in output.meta.reports:
                 if report.pool == self.pool.pool_id:
                     self._learn(report)
@@ -457,9 +457,9 @@ class SharedStorageScheduler(SchedulerRole):
             searches = (request.search for request in self.requests.by_id.values())
             self._searches.learn_missed(missed, searches)
         for key, filled in missed.items():
-            if filled.missed == MissReason.NOT_FINITE:
+            if filled.missed == ReadFault.NOT_FINITE:
                 behind = self.requests.behind(key)
-                self.audits.take_out(behind, MissReason.NOT_FINITE, self.requests.namespace)
+                self.audits.take_out(behind, ReadFault.NOT_FINITE, self.requests.namespace)
         self.saves.learn(report)
         if report.failed_keys:
             # Requests may compute on blocks that were not filled.
@@ -476,7 +476,7 @@ class SharedStorageScheduler(SchedulerRole):
         if slot.is_spare:
             self.audits.learn(slot, filled)
         elif not slot.is_save:
-            return slot if is_missed and filled.missed != MissReason.CANCELLED else None
+            return slot if is_missed and filled.missed != ReadFault.CANCELLED else None
         elif is_missed:
             self.saves.learn_missed(slot, filled)
         return None

@@ -26,7 +26,7 @@ from kvferry.cache.deciding.survey import Surveyor
 from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.keys import ChunkKeys
-from kvferry.record.check import SOUND, MissReason
+from kvferry.record.check import SOUND, ReadFault
 from kvferry.store.backoff import Backoff
 from kvferry.store.base import ASK_SECONDS, ASKED, HERE, Where
 from kvferry.types import ChunkKey, MultimodalItem
@@ -334,16 +334,16 @@ class Searches:
         soon: set[ChunkKey] = set()
         for key, filled in missed.items():
             fault, reason = filled.missed or "", LookupMiss.DAMAGED
-            if fault == MissReason.ABSENT:
+            if fault == ReadFault.ABSENT:
                 reason = LookupMiss.VANISHED
                 if any(key in search.fetched for search in held):
                     soon.add(key)
                     continue
-            elif fault == MissReason.IO_ERROR:
+            elif fault == ReadFault.IO_ERROR:
                 reason = LookupMiss.AWAY
                 if any(key in search.fetched and search.reads_again() for search in waiting):
                     continue
-            elif fault == MissReason.NOT_FINITE:
+            elif fault == ReadFault.NOT_FINITE:
                 reason = LookupMiss.NOT_FINITE
             is_sound = fault in SOUND
             seconds = RETRY_SECONDS if is_sound else UNREADABLE_SECONDS

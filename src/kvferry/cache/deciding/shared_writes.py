@@ -2,7 +2,7 @@
 
 Every rank copies its part of a chunk into its slot (host memory for one chunk), hashes the part and
 reports the digests. After the last report a background thread here makes the head and writes the
-record, with one `put` of the ranks' memory. `SavePlan` passes the digests on and polls.
+record, with one `put` of the ranks' memory. `Saves` passes the digests on and polls.
 """
 
 from __future__ import annotations

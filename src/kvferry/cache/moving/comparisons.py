@@ -17,7 +17,7 @@ from kvferry.blocks.tolerance import tolerances_for
 from kvferry.cache.config import RoleContext
 from kvferry.cache.memory import SlotMemory
 from kvferry.cache.messages import Filled, Load, Save
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.io_pool import IOPool, Job
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Comparisons:
         self._pool = pool
 
     @property
-    def are_over(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no comparison is under way."""
         return not self._jobs
 
@@ -62,12 +62,12 @@ class Comparisons:
 
         def run(_job: Job[Filled]) -> Filled:
             if record is None or not is_held or not gathered.mark.wait(self._bounds.device_seconds):
-                return Filled(slot, MissReason.IO_ERROR)
+                return Filled(slot, ReadFault.IO_ERROR)
             computed, stored = (self._memory.slot(each) for each in (slot, record.slot))
             if not self._rows.leaves(stored, {}).are_finite:
-                return Filled(slot, MissReason.NOT_FINITE)
+                return Filled(slot, ReadFault.NOT_FINITE)
             if not self._rows.leaves(computed, {}).are_finite:
-                return Filled(slot, MissReason.CANCELLED)
+                return Filled(slot, ReadFault.CANCELLED)
             found = compare(self._rows, computed, stored, self._tolerances)
             what = found.describe(self._rows)
             return Filled(slot, excess=found.excess, detail=what)
@@ -88,7 +88,7 @@ class Comparisons:
             else:
                 if job.error is not None:
                     logger.error("a comparison with a record failed", exc_info=job.error)
-                result = job.result or Filled(slot, MissReason.IO_ERROR)
+                result = job.result or Filled(slot, ReadFault.IO_ERROR)
                 filled.append(result)
             if checks is not None and not (result and result.agrees):
                 yield checks

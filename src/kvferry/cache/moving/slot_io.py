@@ -22,7 +22,7 @@ from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.cache.replicas import Replicas
 from kvferry.errors import StoreError, TransferError
 from kvferry.layout.streams import REACHED, Mark
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import UNWRITTEN, PutResult
 from kvferry.store.io_pool import IOPool, Job
@@ -138,8 +138,8 @@ class SlotIO:
                 raise TransferError(f"the device used a slot for more than {limit} s")
             self._await_readers(chunk.slot)
             if job.cancelled:
-                self._observer.count(f"miss_{MissReason.CANCELLED}")
-                return Filled(chunk.slot, MissReason.CANCELLED)
+                self._observer.count(f"miss_{ReadFault.CANCELLED}")
+                return Filled(chunk.slot, ReadFault.CANCELLED)
             deadline = started + self._read_seconds
             faults: list[StoreError] = []
             missed = read_record(
@@ -212,9 +212,9 @@ class SlotIO:
     # -- reports --------------------------------------------------------------------------------
 
     @property
-    def is_busy(self) -> bool:
-        """Whether something is under way that will be reported."""
-        return bool(self._reads or self._saves)
+    def is_idle(self) -> bool:
+        """Whether nothing is under way that will be reported."""
+        return not (self._reads or self._saves)
 
     def collect(self, filled: list[Filled], sealed: list[Sealed], saved: list[Saved]) -> None:
         """Append what ended since the last call."""
@@ -261,7 +261,7 @@ class SlotIO:
         ended = read.result
         if ended is None:
             logger.error("reading a chunk failed", exc_info=read.error)
-            return Filled(fetch.chunk.slot, MissReason.IO_ERROR)
+            return Filled(fetch.chunk.slot, ReadFault.IO_ERROR)
         if ended.missed is None:
             groups = self.groups_held(fetch.chunk) | frozenset(fetch.groups)
             self._contents[ended.slot] = fetch.chunk.key, groups

@@ -26,6 +26,8 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.epoch import CacheState
 from kvferry.cache.messages import (
     EMPTY_PLAN,
+    CacheMeta,
+    CachePlan,
     Fetch,
     Filled,
     Load,
@@ -33,8 +35,6 @@ from kvferry.cache.messages import (
     Save,
     Saved,
     Sealed,
-    SharedStorageMeta,
-    SharedStoragePlan,
     SlotChunk,
     SlotRegion,
 )
@@ -45,7 +45,7 @@ from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
 from kvferry.layout.streams import Mark
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.types import NULL_BLOCK
 
 logger = logging.getLogger(__name__)
@@ -97,10 +97,10 @@ class _Ended:
             failed_keys=tuple(self.failed_keys),
         )
         invalid = frozenset(self.invalid_block_ids)
-        return WorkerOutput(invalid_block_ids=invalid, meta=SharedStorageMeta(reports=(report,)))
+        return WorkerOutput(invalid_block_ids=invalid, meta=CacheMeta(reports=(report,)))
 
 
-class SharedStorageWorker(WorkerRole):
+class CacheWorker(WorkerRole):
     """The worker role of one rank; the host calls its hooks in every step. Runs in: worker, on the
     model runner's thread.
 
@@ -189,10 +189,8 @@ class SharedStorageWorker(WorkerRole):
         self._tell_of_loads()
         if plan is EMPTY_PLAN:
             return
-        if not isinstance(plan, SharedStoragePlan):
-            raise ContractError(
-                f"plan is a {type(plan).__name__}, this worker needs SharedStoragePlan"
-            )
+        if not isinstance(plan, CachePlan):
+            raise ContractError(f"plan is a {type(plan).__name__}, this worker needs CachePlan")
         self._plan = plan
         for load in plan.loads:
             for chunk in load.chunks:
@@ -214,7 +212,7 @@ class SharedStorageWorker(WorkerRole):
 
     def _fetch(self, fetch: Fetch) -> None:
         if self._is_off:
-            self._ended.filled.append(Filled(fetch.chunk.slot, MissReason.IO_ERROR))
+            self._ended.filled.append(Filled(fetch.chunk.slot, ReadFault.IO_ERROR))
         elif self._replicas.loads_only:
             self.io.hold(fetch.chunk, fetch.groups)
             self._ended.filled.append(Filled(fetch.chunk.slot))
@@ -238,7 +236,7 @@ class SharedStorageWorker(WorkerRole):
             return
         if self._is_off:
             for save in self._plan.saves:
-                self._end_early(save, MissReason.IO_ERROR)
+                self._end_early(save, ReadFault.IO_ERROR)
             return
         known = self._plan.failures_known
         failures_known = known[self._rows.rank] if known else 0
@@ -271,7 +269,7 @@ class SharedStorageWorker(WorkerRole):
     def is_idle(self) -> bool:
         self._follow_identity()
         has_ended = self._ended.is_empty and not self._loading
-        return has_ended and not self.io.is_busy and self._comparisons.are_over
+        return has_ended and self.io.is_idle and self._comparisons.is_idle
 
     def end_step(self) -> None:
         if not self._saved:
@@ -279,7 +277,7 @@ class SharedStorageWorker(WorkerRole):
             self._put_off(self._plan.saves)
         # Fetches are left only if `begin_step` failed. None was begun; the pool awaits their end.
         for fetch in self._to_begin:
-            self._ended.filled.append(Filled(fetch.chunk.slot, MissReason.IO_ERROR))
+            self._ended.filled.append(Filled(fetch.chunk.slot, ReadFault.IO_ERROR))
         self._to_begin.clear()
         if self._plan.loads and self._replicas.loads_only:
             self._loading.append((self._plan.number, self._copies.slots_read()))
@@ -409,7 +407,7 @@ class SharedStorageWorker(WorkerRole):
                 runs = self._copies.paged.chunk_runs(save.blocks, chunk.first_token)
             except LayoutError as error:
                 logger.error("chunk at token %d is not copied: %s", chunk.first_token, error)
-                self._end_early(save, MissReason.IO_ERROR)
+                self._end_early(save, ReadFault.IO_ERROR)
                 continue
             waiting.append(save)
             yield ChunkCopy(self._memory.slot(chunk.slot), runs, chunk.first_token)
@@ -426,11 +424,11 @@ class SharedStorageWorker(WorkerRole):
                 gathered = self._copies.gather_state(self._state_copy(save.chunk, save.blocks))
             except LayoutError as error:
                 logger.error("the state at token %d is lost: %s", save.chunk.first_token, error)
-                self._end_early(save, MissReason.IO_ERROR)
+                self._end_early(save, ReadFault.IO_ERROR)
             except TransferError as error:
                 logger.warning("a state is not saved: %s", error)
                 self._observer.count("save_no_device_memory")
-                self._end_early(save, MissReason.IO_ERROR)
+                self._end_early(save, ReadFault.IO_ERROR)
             else:
                 copied.append((save, gathered))
         return copied
@@ -445,7 +443,7 @@ class SharedStorageWorker(WorkerRole):
 
     def _put_off(self, saves: Iterable[Save]) -> None:
         for save in saves:
-            self._end_early(save, MissReason.CANCELLED)
+            self._end_early(save, ReadFault.CANCELLED)
 
     def _end_early(self, save: Save, why: str) -> None:
         """Report that a chunk was not copied into its slot; take back the load it was to check."""

@@ -243,7 +243,7 @@ class Host:
     @property
     def has_work(self) -> bool:
         is_due = self._finished or self._late is not None
-        return bool(self.requests or is_due or self.role.has_pending_work())
+        return bool(self.requests or is_due or self.role.has_work())
 
     def _end(self, request: HostRequest, outcome: str) -> None:
         if outcome == "done":

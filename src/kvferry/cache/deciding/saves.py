@@ -26,7 +26,7 @@ from kvferry.cache.messages import (
 )
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ContractError, Fault
-from kvferry.record.check import MissReason
+from kvferry.record.check import ReadFault
 from kvferry.store.base import (
     HERE,
     PutResult,
@@ -37,7 +37,7 @@ from kvferry.types import ChunkKey, RequestView, ScheduledRequest
 logger = logging.getLogger(__name__)
 
 
-class SavePlan:
+class Saves:
     """The saves of an engine, each until it is stored. Runs in: scheduler thread; no I/O.
 
     Args:
@@ -49,7 +49,7 @@ class SavePlan:
     Attributes:
         shared_writes: writes the records that several ranks hold together.
         announcer: as given.
-        failures_known: see `SharedStoragePlan.failures_known`.
+        failures_known: see `CachePlan.failures_known`.
         pins: the chunks that requests ask to keep.
     """
 
@@ -107,18 +107,14 @@ class SavePlan:
         return tuple(saves)
 
     @property
-    def keeps_host_awake(self) -> bool:
+    def has_work(self) -> bool:
         """Whether a host without requests should step for the reports of saves."""
-        return self._is_saving and self._context.clock() < self._await_until
-
-    @property
-    def _is_saving(self) -> bool:
-        return self._pool.is_writing or self._pool.is_filling
+        return not self._pool.is_idle and self._context.clock() < self._await_until
 
     def await_reports(self) -> None:
         """Keep an idle host awake for some time from now, for saves under way. Called when a plan
         carries saves or audits, when one of them made progress, and when a request ended."""
-        if self._is_saving:
+        if not self._pool.is_idle:
             self._await_until = self._context.clock() + self._context.bounds.saves_seconds
 
     def _plan_request(self, item: ScheduledRequest, request: Request, saves: list[Save]) -> None:
@@ -206,7 +202,7 @@ class SavePlan:
         if slot is not None and is_sound:
             is_held = self._context.tables.all_groups <= slot.held
             # A pinned slot can take no copy now.
-            if slot.is_busy or (is_held and (slot.pins > 0 or not request.handover.gives)):
+            if not slot.is_idle or (is_held and (slot.pins > 0 or not request.handover.gives)):
                 return True
         return self._is_stored(key)
 
@@ -260,7 +256,7 @@ class SavePlan:
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
         """Learn that a rank did not copy a chunk into its slot."""
         self.shared_writes.abort(slot)
-        if copied.missed == MissReason.CANCELLED:
+        if copied.missed == ReadFault.CANCELLED:
             self._offer_again((slot.key,))
 
     def _learn_sealed(self, rank: int, slot: Slot, sealed: Sealed) -> None:
@@ -296,7 +292,7 @@ class SavePlan:
             if self.shared_writes.abort(each):
                 self._pool.end_write(each)
             self._announce_failed(each.key)
-        self._take_out([each.key for each in saved], MissReason.NOT_FINITE, slot.namespace)
+        self._take_out([each.key for each in saved], ReadFault.NOT_FINITE, slot.namespace)
 
     def _learn_saved(self, index: int, result: str, fault: Fault | None) -> None:
         self.await_reports()
@@ -304,7 +300,7 @@ class SavePlan:
         if slot is None:
             return
         if slot.failed:
-            self._take_out((slot.key,), MissReason.NOT_FINITE, slot.namespace)
+            self._take_out((slot.key,), ReadFault.NOT_FINITE, slot.namespace)
             return
         if result not in (PutResult.STORED, PutResult.EXISTS):
             refused = self._requests.refused
