@@ -96,7 +96,7 @@ def test_a_chunk_of_two_dtypes_is_lent_as_it_is_stored():
     host.settle(saved=3)
     cache = host.cache
     records = partial(records_of, cache.context.spec.groups, cache.schema, cache._parts)
-    ranks = RankSlots(records, cache.schema, cache.num_slots, 1, cache.identity)
+    ranks = RankSlots(records, (cache.schema,), cache.num_slots, 1, cache.identity)
     ranks.learn(host.region)
     for chunk in chunks(SAVE_SLOTS):
         record = bytearray(host.cache.schema.record_bytes)

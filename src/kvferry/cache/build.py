@@ -231,7 +231,8 @@ class PrefixCache:
         world_size = self._spec.shard.world_size
         # Without this object: the server of peers keeps what ranks hold alive.
         records = partial(records_of, self._spec.groups, self._schema, self._parts)
-        ranks = RankSlots(records, self._schema, self.num_slots, world_size, self.identity)
+        schemas = (*(part.schema for part in self._parts), self._schema)
+        ranks = RankSlots(records, schemas, self.num_slots, world_size, self.identity)
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(_while_there(pool, _pool_gauges))
@@ -239,7 +240,7 @@ class PrefixCache:
             replace(self.context, draw=draw, log=log),
             self._schema,
             pool,
-            shared_writes=SharedWrites(self.context, pool, ranks, self._schema),
+            shared_writes=SharedWrites(self.context, pool, ranks, schemas),
         )
         listen = self._listen()
         if listen is not None:

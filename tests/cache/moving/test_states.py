@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.host import HostStep
 from kvferry.blocks.tables import BlockSlice
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.messages import CachePlan, Fetch, Load, Save, SlotChunk
+from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.spec import EngineSpec, StateSpec
 from kvferry.errors import ConfigError
 from kvferry.keys import ModelIdentity, state_keys
@@ -33,9 +36,9 @@ SAVED, LOADED = {1: 2, 2: 5}, {1: 6, 2: 1}
 """By block table, the block of a state."""
 
 
-def described(kind: str = KIND, block: int = BLOCK) -> StateSpec:
+def described(kind: str = KIND, block: int = BLOCK, tp: int = 1) -> StateSpec:
     model = MODELS[kind]
-    components = components_of(model.kind, model.arrays(1, dim_first=False))
+    components = components_of(model.kind, model.arrays(tp, dim_first=False))
     return StateSpec(
         kinds=(StateKind(num_layers=LAYERS, components=components),),
         tables=tuple(
@@ -51,11 +54,11 @@ def described(kind: str = KIND, block: int = BLOCK) -> StateSpec:
     )
 
 
-def spec_of(states: StateSpec | None) -> EngineSpec:
+def spec_of(states: StateSpec | None, rank: int = 0, tp: int = 1) -> EngineSpec:
     return EngineSpec(
         identity=ModelIdentity(weights=b"w" * 32, config={"model_type": "hybrid"}),
         groups=(GROUP,),
-        shard=tensor_parallel_shard((GROUP,), 0, 1),
+        shard=tensor_parallel_shard((GROUP,), rank, tp),
         tables=(
             TablePart(
                 table=0, group=0, layers=(0, 1), layer_names=("kv.0", "kv.1"), block_size=BLOCK
@@ -68,30 +71,41 @@ def spec_of(states: StateSpec | None) -> EngineSpec:
 class Engine:
     """One worker and its memory: KV in table 0, states in tables 1 and 2."""
 
-    def __init__(self, store: MemoryStore | list[str], kind: str = KIND, **options: Any) -> None:
-        self.model = MODELS[kind]
+    def __init__(
+        self,
+        store: MemoryStore | list[str],
+        kind: str = KIND,
+        rank: int = 0,
+        tp: int = 1,
+        **options: Any,
+    ) -> None:
+        self.model, self.rank, self.tp = MODELS[kind], rank, tp
         self.observer = Counters()
         is_given = isinstance(store, MemoryStore)
         options = {"memory_bytes": 1 << 22, "audit": "off"} | options
         options["store"] = store.url if is_given else store
         self.cache = PrefixCache(
-            spec_of(described(kind)), options, self.observer, store=store if is_given else None
+            spec_of(described(kind, tp=tp), rank, tp),
+            options,
+            self.observer,
+            store=store if is_given else None,
         )
         self._ends = self.cache.identity.close if is_given else self.cache.close
         self.worker = self.cache.worker()
-        size = self.model.page_bytes(1)
+        size = self.model.page_bytes(tp)
         memory = torch.full((LAYERS, NUM_BLOCKS, size + 8), 0x5A, dtype=torch.uint8)
         self.pages = [
             memory[layer, :, :size].view(torch.int8).view(NUM_BLOCKS, 1, 1, size)
             for layer in range(LAYERS)
         ]
-        kv = torch.zeros(2, NUM_BLOCKS, GROUP.num_kv_heads, BLOCK, GROUP.content_size)
+        kv = torch.zeros(2, NUM_BLOCKS, GROUP.num_kv_heads // tp, BLOCK, GROUP.content_size)
         caches = {f"kv.{layer}": kv[layer] for layer in range(2)}
         caches |= {f"state.{layer}": page for layer, page in enumerate(self.pages)}
         self.worker.register_kv_caches(caches)
         self.parts = self.cache._parts
         self.filled, self.saved, self.invalid = [], [], set()
         self.failed: set[str] = set()
+        self.outputs: list[WorkerOutput] = []
         self.number = 0
 
     def chunks(self) -> tuple[SlotChunk, ...]:
@@ -102,20 +116,27 @@ class Engine:
             for number, key in enumerate(keys)
         )
 
-    def step(self, **plan: Any) -> None:
+    def step(self, *, pool_id: int = 7, **plan: Any) -> None:
         self.number += 1
         first = self.cache.identity.first
         carried = CachePlan(
-            pool=7, number=self.number, namespace=first, first_namespace=first, **plan
+            pool=pool_id, number=self.number, namespace=first, first_namespace=first, **plan
         )
         self.worker.begin_step(carried)
         self.worker.start_load()
         self.worker.save()
         self._collect()
 
+    def collect(self) -> list[WorkerOutput]:
+        """The reports since the last call."""
+        self._collect()
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
     def _collect(self) -> None:
         output = self.worker.collect(())
         self.worker.end_step()
+        self.outputs.append(output)
         self.invalid |= output.invalid_block_ids
         for report in output.meta.reports if output.meta is not None else ():
             self.filled += report.filled
@@ -131,11 +152,14 @@ class Engine:
 
     def compute(self, blocks: dict[int, int], seed: int) -> None:
         for layer, page in enumerate(self.pages):
-            self.model.write(page[blocks[1 + layer % 2]], Place(layer, seed))
+            self.model.write(page[blocks[1 + layer % 2]], self.place(layer, seed))
+
+    def place(self, layer: int, seed: int) -> Place:
+        return Place(layer, seed, self.tp, self.rank)
 
     def num_wrong(self, blocks: dict[int, int], seed: int) -> int:
         return sum(
-            self.model.num_wrong(page[blocks[1 + layer % 2]], Place(layer, seed))
+            self.model.num_wrong(page[blocks[1 + layer % 2]], self.place(layer, seed))
             for layer, page in enumerate(self.pages)
         )
 
@@ -231,6 +255,52 @@ def test_a_part_that_is_missing_or_of_another_model_is_a_miss():
     fetched(other)
     assert None not in {each.missed for each in other.filled}
     other.close()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_state_that_several_ranks_saved_is_read_by_one_and_lent_whole(
+    kind: str, tp: int, tmp_path: Path
+):
+    url = f"file://{tmp_path}/store"
+    ranks = [Engine([url], kind, rank, tp) for rank in range(tp)]
+    cache = ranks[0].cache
+    role = cache.scheduler()
+    found = [
+        role.pool.save(each.key, each.first_token, part=each.part) for each in ranks[0].chunks()
+    ]
+    slots = [slot for slot in found if slot is not None]
+    assert [slot.part for slot in slots] == list(range(len(ranks[0].parts)))
+    for slot in slots:
+        role.saves.shared_writes.begin(slot, cache.identity.first)
+    chunks = [SlotChunk(slot.index, slot.key, BLOCK, part=slot.part) for slot in slots]
+    for rank in ranks:
+        rank.compute(SAVED, seed=3)
+        rank.step(pool_id=role.pool.pool_id, saves=[Save(each, slices(SAVED)) for each in chunks])
+
+    def are_stored() -> bool:
+        for rank in ranks:
+            for output in rank.collect():
+                role.update_output(output)
+        role.build_plan(HostStep([], set(), set()))
+        return not role.pool.is_writing
+
+    wait_until(are_stored, "all parts are written")
+    lent = [role.pool.loans.lend(slot.key, 60) for slot in slots]
+    assert cache.store.stat().num_records == len(slots)
+    for slot, loan in zip(slots, lent, strict=True):
+        value = memoryview(bytearray(ranks[0].parts[slot.part].schema.record_bytes))
+        assert cache.store.read(slot.key, [(0, value)]) == len(value)
+        assert b"".join(loan.buffers) == value.tobytes()
+    role.close()
+    for rank in ranks:
+        rank.close()
+    alone = Engine([url], kind)
+    assert alone.cache.wait_ready(10)
+    fetched(alone)
+    alone.step(loads=(load(alone),))
+    assert alone.num_wrong(LOADED, seed=3) == 0
+    alone.close()
 
 
 LOST: dict[str, dict[int, int]] = {

@@ -1,7 +1,9 @@
 """The host pool: the table of slots in host memory and their chunks, the same for all ranks.
 
 Host memory for KV is divided into slots of one chunk each, the same number on every rank; a rank's
-slot holds its part of the chunk. The parts of the scheduler role get all slots from this table:
+slot holds its part of the chunk. So do parts of recurrent states, which are records as large as
+chunks: what is said of chunks is said of them, too. The parts of the scheduler role get all slots
+from this table:
 
     free ──fetch, save──▶ filling ──all ranks have it──▶ held ──▶ idle (may be evicted)
      ▲                       │ a rank missed it            ▲ │
@@ -47,6 +49,7 @@ class Slot:
         first_token: position of the chunk in the prompt.
         mark: `kvferry.keys.salt_mark` of its salt; empty if it has none.
         namespace: of the epoch in which it was assigned, and so of its record.
+        part: number of the part of a state that it holds; negative: it holds a chunk.
         held: groups that every rank holds.
         filling: groups that the ranks read or copy into it now.
         is_save: whether a save fills it, not a fetch.
@@ -63,6 +66,7 @@ class Slot:
     first_token: int
     mark: bytes = b""
     namespace: bytes = b""
+    part: int = -1
     held: frozenset[int] = NO_GROUPS
     filling: frozenset[int] = NO_GROUPS
     is_save: bool = False
@@ -183,35 +187,38 @@ class HostPool:
         mark: bytes = b"",
         *,
         looks_at_values: bool = False,
+        part: int = -1,
     ) -> Slot | None:
         """Have every rank read some groups of a chunk. One fetch serves all requests for the chunk.
 
         Args:
+            part: of a part of a state: its number. It has all groups.
             looks_at_values: whether the fetch fails if there are values that are not finite.
 
         Returns:
             The slot, not pinned for the caller; None if every slot is pinned, busy or lent.
         """
-        slot = self._by_key.get(key) or self._assign(key, first_token, mark)
+        slot = self._by_key.get(key) or self._assign(key, first_token, mark, part)
         if slot is None:
             return None
         if slot.filling or groups <= slot.held:
             return slot  # groups that the fetch under way does not bring can be fetched later
         self._fill(slot, groups - slot.held)
-        chunk = SlotChunk(slot.index, key, first_token)
+        chunk = SlotChunk(slot.index, key, first_token, part=slot.part)
         self._fetches[slot.index] = Fetch(chunk, tuple(sorted(slot.filling)), looks_at_values)
         return slot
 
-    def save(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> Slot | None:
+    def save(
+        self, key: ChunkKey, first_token: int, mark: bytes = b"", part: int = -1
+    ) -> Slot | None:
         """Assign a slot for a chunk that every rank copies, hashes and writes to the store.
 
         Returns:
-            The slot; None if none can be assigned now, or half of them are being written: a store
-            that writes slowly must not keep prompts from being read.
+            The slot; None if none can be assigned now, or half of them are being written.
         """
         slot = None
-        if self._num_writing < max(1, self.num_slots // 2):
-            slot = self._assign_again(key, first_token, mark)
+        if self.num_savable > 0:
+            slot = self._assign_again(key, first_token, mark, part)
         if slot is None:
             return None
         slot.is_save = True
@@ -222,6 +229,12 @@ class HostPool:
         self._fill(slot, self._all_groups)
         self._copies.append(slot)
         return slot
+
+    @property
+    def num_savable(self) -> int:
+        """How many more slots may be written at once: a store that writes slowly must not keep
+        prompts from being read."""
+        return max(1, self.num_slots // 2) - self._num_writing
 
     def fetch_whole(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> None:
         """Have every rank read all of a stored chunk, so that it may be lent. Does nothing if its
@@ -248,7 +261,9 @@ class HostPool:
         self._fill(slot, self._all_groups)
         self._copies.append(slot)
 
-    def _assign_again(self, key: ChunkKey, first_token: int, mark: bytes) -> Slot | None:
+    def _assign_again(
+        self, key: ChunkKey, first_token: int, mark: bytes, part: int = -1
+    ) -> Slot | None:
         """Assign a new slot to a chunk and give up its old one. None if the old one is in use, or
         no slot can be had."""
         old = self._by_key.get(key)
@@ -256,14 +271,16 @@ class HostPool:
             if old.pins or not old.is_idle:
                 return None
             self.give_up(old)
-        return self._assign(key, first_token, mark)
+        return self._assign(key, first_token, mark, part)
 
-    def _assign(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> Slot | None:
+    def _assign(
+        self, key: ChunkKey, first_token: int, mark: bytes = b"", part: int = -1
+    ) -> Slot | None:
         """Assign a free slot, or that of the chunk to evict; None if there is none."""
         index = self._free_place()
         if index is None:
             return None
-        slot = self._slots[index] = Slot(index, key, first_token, mark, self.namespace)
+        slot = self._slots[index] = Slot(index, key, first_token, mark, self.namespace, part)
         if not slot.is_spare:
             self._by_key[key] = slot
         return slot
@@ -383,7 +400,7 @@ class HostPool:
     def seal(self, slot: Slot) -> None:
         """Let a chunk be lent: all of it came from one source, and its head is there."""
         if self._by_key.get(slot.key) is slot:
-            self.loans.offer(slot.key, slot.index)
+            self.loans.offer(slot.key, slot.index, slot.part)
 
     def report_written(self, index: int) -> Slot | None:
         """Learn that the write of a slot ended. Return the slot; None if none was expected."""

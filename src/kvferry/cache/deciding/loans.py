@@ -59,6 +59,7 @@ class Loans:
         self.is_erased: Callable[[Value], bool] = lambda _: False
         self._lock = threading.Lock()
         self._slots: dict[ChunkKey, int | None] = {}  # None while the record is being brought
+        self._parts: dict[ChunkKey, int] = {}  # of those that hold a part of a state: which one
         self._lent: dict[int, list[SlotLoan]] = {}
 
     # -- scheduler thread -----------------------------------------------------------------------
@@ -73,10 +74,12 @@ class Loans:
         with self._lock:
             self._slots[key] = None
 
-    def offer(self, key: ChunkKey, slot: int) -> None:
-        """Let a chunk be lent from now on: its slot is sealed."""
+    def offer(self, key: ChunkKey, slot: int, part: int = -1) -> None:
+        """Let a chunk be lent from now on, or that part of a state: its slot is sealed."""
         with self._lock:
             self._slots[key] = slot
+            if part >= 0:
+                self._parts[key] = part
 
     def offers(self, key: ChunkKey) -> bool:
         """Whether the chunk is sealed and can be lent."""
@@ -90,6 +93,7 @@ class Loans:
         """Lend a chunk no more: it is evicted, or its save failed. Running loans go on."""
         with self._lock:
             self._slots.pop(key, None)
+            self._parts.pop(key, None)
 
     def is_lent(self, slot: int) -> bool:
         """Whether a loan of the slot is running, so that it must not be assigned again."""
@@ -114,10 +118,10 @@ class Loans:
             slot = self._slots[key]
             if slot is None:
                 return KeyState.PENDING
-            loan = SlotLoan(key, slot, self._clock() + seconds)
+            loan, part = SlotLoan(key, slot, self._clock() + seconds), self._parts.get(key, -1)
             self._lent[slot] = [*self._current(slot), loan]
         # From here on the slot is not assigned again, unless the scheduler is just evicting it.
-        parts = None if self._ranks is None else self._ranks.whole_record(slot)
+        parts = None if self._ranks is None else self._ranks.whole_record(slot, part)
         loan.buffers = tuple(part.toreadonly() for part in parts or ())
         if loan.buffers and not self.is_erased((key, loan.buffers)):
             return loan

@@ -7,10 +7,10 @@ are. `Loans` lends the joined records to peers, and `SharedWrites` writes them t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvferry.blocks.rows import RankRecords, RankRows
+from kvferry.blocks.rows import RankRecords
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import open_slots, slot_size
 from kvferry.cache.messages import SlotRegion
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class _Slots(NamedTuple):
     """The opened slots of one rank. `slot_bytes` is the distance from one slot to the next."""
 
-    rows: RankRows
+    records: RankRecords
     memory: memoryview
     slot_bytes: int
 
@@ -48,7 +48,8 @@ class RankSlots:
 
     Args:
         records_of: returns what a rank holds of records, given its shard.
-        schema: layout of the records, under any namespace.
+        schemas: layouts of the records under any namespace, where `RankRecords.of` has them: of the
+            parts of states, and last of chunks.
         num_slots: number of slots that each rank has.
         world_size: number of ranks.
         identity: has the namespace that all ranks must begin with.
@@ -57,19 +58,20 @@ class RankSlots:
     def __init__(
         self,
         records_of: Callable[[RankShard], RankRecords],
-        schema: RecordSchema,
+        schemas: Sequence[RecordSchema],
         num_slots: int,
         world_size: int,
         identity: CacheIdentity,
     ) -> None:
         self._records_of = records_of
-        self._schema = schema
+        self._schemas = tuple(schemas)
         self._num_slots = num_slots
         self._world_size = world_size
         self._identity = identity
         self._slots: dict[int, _Slots] = {}
         self._regions: dict[int, SlotRegion] = {}
-        self._parts: tuple[_Part, ...] | None = None
+        # By record: -1 is a chunk's, as everywhere.
+        self._parts: tuple[tuple[_Part, ...], ...] | None = None
 
     def learn(self, region: SlotRegion) -> str:
         """Open the slots that a rank reports, unless that was tried before. Never waits. If it
@@ -126,19 +128,21 @@ class RankSlots:
                     error,
                 )
             return
-        self._slots[rank] = _Slots(records.rows, memory, slot_bytes)
+        self._slots[rank] = _Slots(records, memory, slot_bytes)
         if len(self._slots) == self._world_size:
-            self._parts = self._in_file_order()
+            numbers = (*range(len(self._schemas) - 1), -1)
+            self._parts = tuple(map(self._in_file_order, numbers))
 
-    def _in_file_order(self) -> tuple[_Part, ...]:
+    def _in_file_order(self, number: int) -> tuple[_Part, ...]:
         """Return the parts of a record: its head, from rank 0, and the rows of all ranks."""
-        head = _Part(0, 0, self._schema.head_bytes)
+        schema = self._schemas[number]
+        head = _Part(0, 0, schema.head_bytes)
         found = [
-            (self._schema.offset_of(ranges), _Part(rank, start, stop))
+            (schema.offset_of(ranges), _Part(rank, start, stop))
             for rank, slots in self._slots.items()
-            for ranges, start, stop in slots.rows.spans()
+            for ranges, start, stop in slots.records.of(number).spans()
         ]
-        parts, end = [head], self._schema.head_bytes
+        parts, end = [head], schema.head_bytes
         for offset, part in sorted(found):
             assert offset == end, "ranks divide every record without gap or overlap"
             end += part.stop - part.start
@@ -149,39 +153,41 @@ class RankSlots:
                 parts.append(part)
         return tuple(parts)
 
-    def record(self, slot: int) -> list[memoryview] | None:
+    def record(self, slot: int, number: int = -1) -> list[memoryview] | None:
         """Return the buffers of the record in a slot, in file order and writable; the first begins
-        with the head, from rank 0. None while the slots of some rank are not open."""
+        with the head, from rank 0. None while the slots of some rank are not open. `number`: of a
+        part of a state, if the slot holds one; so for the other methods."""
         slots, parts = self._slots, self._parts  # in this order: `learn` clears the parts first
         if parts is None:
             return None
-        return [slots[part.rank].part(slot, part.start, part.stop) for part in parts]
+        return [slots[part.rank].part(slot, part.start, part.stop) for part in parts[number]]
 
-    def whole_record(self, slot: int) -> list[memoryview] | None:
+    def whole_record(self, slot: int, number: int = -1) -> list[memoryview] | None:
         """As `record`, but also None if the ranks' heads differ. They do if the store replaced the
         chunk while the ranks read it; then their rows belong to different records."""
-        parts = self.record(slot)
-        heads = self._heads(slot)
+        parts = self.record(slot, number)
+        heads = self._heads(slot, number)
         return parts if all(head == heads[0] for head in heads[1:]) else None
 
-    def seal(self, slot: int, head: bytes) -> None:
+    def seal(self, slot: int, head: bytes, number: int = -1) -> None:
         """Write the head of a saved record into the slots of all ranks."""
-        for part in self._heads(slot):
+        for part in self._heads(slot, number):
             part[:] = head
 
-    def _heads(self, slot: int) -> list[memoryview]:
+    def _heads(self, slot: int, number: int) -> list[memoryview]:
         slots = tuple(self._slots.values())  # at once: another thread may learn
-        return [each.part(slot, 0, self._schema.head_bytes) for each in slots]
+        return [each.part(slot, 0, self._schemas[number].head_bytes) for each in slots]
 
-    def leaf_table(self, digests: Mapping[int, bytes]) -> bytes | None:
+    def leaf_table(self, digests: Mapping[int, bytes], number: int = -1) -> bytes | None:
         """Make the leaf table of a record from the digests that each rank reported; None if those
         of a rank are missing or have the wrong length."""
-        table = bytearray(CHECKSUM.num_bytes * self._schema.num_leaves)
+        schema = self._schemas[number]
+        table = bytearray(CHECKSUM.num_bytes * schema.num_leaves)
         num_filled = 0
         for rank, slots in self._slots.items():
             at, found = 0, digests.get(rank, b"")
-            for ranges, _, _ in slots.rows.spans():
-                where = self._schema.leaf_slice(ranges)
+            for ranges, _, _ in slots.records.of(number).spans():
+                where = schema.leaf_slice(ranges)
                 size = where.stop - where.start
                 table[where] = found[at : at + size].ljust(size, b"\0")
                 at += size

@@ -8,6 +8,7 @@ record, with one `put` of the ranks' memory. `Saves` passes the digests on and p
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.cache.config import RoleContext
@@ -39,11 +40,15 @@ class SharedWrites:
         context: holds the store.
         pool: knows which record is in which slot.
         ranks: opens the slots of all ranks.
-        schema: layout of the records; each has its own namespace.
+        schemas: layouts of the records, as `ranks` has them; each has its own namespace.
     """
 
     def __init__(
-        self, context: RoleContext, pool: HostPool, ranks: RankSlots, schema: RecordSchema
+        self,
+        context: RoleContext,
+        pool: HostPool,
+        ranks: RankSlots,
+        schemas: Sequence[RecordSchema],
     ) -> None:
         self._store = context.store
         self._close_seconds = context.bounds.writes_close_seconds
@@ -51,7 +56,7 @@ class SharedWrites:
         self._world_size = context.spec.shard.world_size
         self._pool = pool
         self._ranks = ranks
-        self._schema = schema
+        self._schemas = tuple(schemas)
         self._records: dict[int, _SharedRecord] = {}
         self._threads = IOPool(-(-context.config.io_threads // 2), "kvferry-save")
 
@@ -105,14 +110,15 @@ class SharedWrites:
     def _write(self, record: _SharedRecord) -> Put:
         """Seal and write a record. Runs in: I/O thread."""
         slot = record.slot
-        parts, table = self._ranks.record(slot.index), self._ranks.leaf_table(record.digests)
+        number = slot.part
+        parts = self._ranks.record(slot.index, number)
+        table = self._ranks.leaf_table(record.digests, number)
         if parts is None or table is None:
             self._observer.count("save_failed")
             return Put.failed(UNWRITTEN)
-        schema = self._schema.with_namespace(record.namespace)
-        self._ranks.seal(
-            slot.index, schema.encode_head(slot.key, slot.first_token, table, slot.mark)
-        )
+        schema = self._schemas[number].with_namespace(record.namespace)
+        head = schema.encode_head(slot.key, slot.first_token, table, slot.mark)
+        self._ranks.seal(slot.index, head, number)
         record.is_sealed = True
         values = self._store.in_namespace(record.namespace)
         return write_sealed(values, slot.key, parts, self._observer)
