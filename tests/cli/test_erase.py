@@ -91,6 +91,43 @@ def test_all_of_one_salt_is_gone_everywhere_and_the_other_salt_keeps_its_hits(
     assert not [each for each in files if ALICE.cache_salt.encode() in each.read_bytes()]
 
 
+@pytest.mark.parametrize("salted", ["s", None], ids=["some are stored", "none is stored"])
+@pytest.mark.parametrize("num_gone", [0, 1, 3, 4])
+def test_the_report_says_all_that_went_whoever_was_first(
+    run, tmp_path, monkeypatch, num_gone, salted
+):
+    """Between the notice and the deletion, engines take back what they wrote, in any number; what
+    they stored between the listing and the notice goes, too."""
+    one, two = ((tmp_path / name).as_uri() for name in ("one", "two"))
+    for url in (one, two):
+        put_salted(url, "s", "t")
+    size = sum(path.stat().st_size for path in (tmp_path / "one").rglob("*.safetensors")) // 2
+    later = list(range(900, 900 + len(TOKENS)))
+    heard = set()
+
+    def tell(erased, names, at):
+        _tell(erased, names, at)
+        if erased.url in heard or erased.url == two:
+            return
+        heard.add(erased.url)
+        with open_one(one) as store:
+            keys = ChunkKeys(SPACE.digest, 7, ExtraKeys(cache_salt="s"))
+            keys.extend(TOKENS)
+            for key in keys.keys[:num_gone]:
+                assert store.delete(key)
+        put_prompt(one, SPACE, later, extra=ExtraKeys(cache_salt=salted))
+
+    monkeypatch.setattr("kvferry.cli.erase._tell", tell)
+    ran = run("rm", one, two, "--salt", "s", "--yes", "--json", "-")
+    report = json.loads(ran.out)
+    num_more = 4 * (salted is not None)
+    assert [row["records"] for row in report["stores"]] == [4 + num_more, 4]
+    assert report["stores"][1]["num_bytes"] == size
+    assert report["stores"][0]["num_bytes"] == size * (4 + num_more) // 4
+    assert any(f"{num_gone} of them" in note for note in report["notes"]) == (num_gone > 0)
+    assert [count(url) for url in (one, two)] == [8 - num_more, 4]
+
+
 @pytest.mark.parametrize("options", [[], ["--yes"]], ids=["it would ask", "--yes"])
 def test_engines_drop_what_no_store_has_any_more(run, tmp_path, options):
     url = (tmp_path / "kv").as_uri()

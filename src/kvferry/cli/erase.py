@@ -5,9 +5,9 @@ memory of the engines that use them. Says what was erased where, and what was no
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import typer
 
@@ -18,8 +18,10 @@ from kvferry.config import format_size
 from kvferry.errors import StoreError
 from kvferry.store import maintenance
 from kvferry.store.base import Store
+from kvferry.store.catalogue import Entry
 from kvferry.store.erasures import MAX_NAMES, add_to_notice, parse_notice
 from kvferry.store.kind import shown_url
+from kvferry.types import ChunkKey
 
 _TRIES = 4
 _COLUMNS = {
@@ -37,6 +39,8 @@ class _Erased:
         is_only: whether no other store is named, so that its failure is that of the command.
         left: why something may be left; empty if nothing is.
         told: whether engines are told of it.
+        listed: the chosen records and their bytes, before engines are told.
+        num_gone: those of `num_records` that others deleted first.
     """
 
     url: str
@@ -48,6 +52,8 @@ class _Erased:
     quarantined: int = 0
     left: str = ""
     told: bool = False
+    listed: dict[ChunkKey, int] = field(default_factory=dict)
+    num_gone: int = 0
 
     def failed(self, error: StoreError) -> None:
         if self.is_only and not self.num_records:
@@ -68,37 +74,32 @@ def erase(
 ) -> None:
     """Delete the chosen records from all stores, or count them. Raises ConfigError, before anything
     was changed, for what is no store; NothingFound if nothing was there. Ends with `Exit.LEFT` if
-    something may be left somewhere."""
-    found: list[_Erased] = []
-    if dry_run or not yes:
-        with ExitStack() as closing:
-            found = [_opened(closing, url, len(urls), writable=False) for url in urls]
-            for each in found:
-                _walk(each, choice, deletes=False)
-            why = _why(found, choice)
-        is_of_person = choice.salt is not None or choice.prompt is not None
-        if dry_run or (why and not is_of_person):
-            _show(found, choice, json, why, dry_run=dry_run)
-            return
-        if why:
-            with ExitStack() as closing:
-                found = [_opened(closing, url, len(urls), writable=True) for url in urls]
-                names, at = _names(found, choice), time.time()
-                for each in found:
-                    _tell(each, names, at)
-            _show(found, choice, json, why, dry_run=False)
-            return
+    something may be left somewhere.
+
+    What is chosen is listed before engines are told, since they take back what they wrote: so the
+    report says all that went, whoever was first."""
+    with ExitStack() as closing:
+        found = [_opened(closing, url, len(urls), writable=False) for url in urls]
+        for each in found:
+            _list(each, choice)
+        why = _why(found, choice)
+    is_of_person = choice.salt is not None or choice.prompt is not None
+    if dry_run or (why and not (yes or is_of_person)):
+        _show(found, choice, json, why, dry_run=dry_run)
+        return
+    if not why:
         num_bytes = format_size(sum(each.num_bytes for each in found))
         where = ", ".join(map(shown_url, urls))
         total = sum(each.num_records for each in found)
         confirm(f"delete {total:,} records, {num_bytes}, of {where}?", yes=yes)
     with ExitStack() as closing:
+        listed = [each.listed for each in found]
         found = [_opened(closing, url, len(urls), writable=True) for url in urls]
         names, at = _names(found, choice), time.time()
         for each in found:
             _tell(each, names, at)
-        for each in found:
-            _walk(each, choice, deletes=True)
+        for each, before in zip(found, listed, strict=True):
+            _delete(each, choice, before)
         for each in found:
             _tell(each, names, at)
             if names and not (each.told or each.left):
@@ -146,17 +147,42 @@ def _tell(each: _Erased, names: set[str], at: float) -> None:
         each.store.catalogue().notice(add_to_notice(text, sorted(names), at))
 
 
-def _walk(each: _Erased, choice: Choice, *, deletes: bool) -> None:
-    """Count or delete the chosen records of one store, until it fails."""
+def _list(each: _Erased, choice: Choice) -> None:
+    """Note the chosen records of one store, until it fails."""
+
+    def note(_store: Store, entry: Entry) -> bool:
+        each.listed[entry.key] = entry.stored_bytes
+        return True
+
+    _walk(each, choice, "looking", note)
+
+
+def _delete(each: _Erased, choice: Choice, listed: dict[ChunkKey, int]) -> None:
+    """Delete the chosen records of one store, until it fails. Of those that were listed, count
+    what is gone, too: an engine or another command was quicker."""
+
+    def delete(store: Store, entry: Entry) -> bool:
+        is_deleted = maintenance.delete_or_fail(store, entry, each.num_records)
+        if is_deleted:
+            listed.pop(entry.key, None)
+        return is_deleted
+
+    _walk(each, choice, "deleting", delete)
+    if each.store is not None and not each.left:
+        each.num_gone = len(listed)
+        each.num_records += len(listed)
+        each.num_bytes += sum(listed.values())
+
+
+def _walk(each: _Erased, choice: Choice, what: str, counts: Callable[[Store, Entry], bool]) -> None:
+    """Do something with each chosen record of one store, and count it, until the store fails."""
     if each.store is None or each.left:
         return
-    each.num_records = each.num_bytes = 0
     each.looked = Looked()
     try:
         with progress() as bar:
-            what = "deleting" if deletes else "looking"
             for entry in bar.track(chosen(each.store, choice, each.looked), description=what):
-                if not deletes or maintenance.delete_or_fail(each.store, entry, each.num_records):
+                if counts(each.store, entry):
                     each.num_records += 1
                     each.num_bytes += entry.stored_bytes
     except StoreError as error:
@@ -176,6 +202,12 @@ def _why(found: Sequence[_Erased], choice: Choice) -> str:
 def _notes(found: Sequence[_Erased], choice: Choice, *, dry_run: bool) -> list[str]:
     """What was not reached, and what became of the memory of engines."""
     notes = []
+    num_gone = sum(each.num_gone for each in found)
+    if num_gone:
+        notes.append(
+            f"{num_gone:,} of them were gone before their turn came: engines take back "
+            "what they wrote."
+        )
     if any(each.told for each in found) and not dry_run:
         notes.append(
             "Engines that use these stores drop it from memory within seconds; one of an older "
