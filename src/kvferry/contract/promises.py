@@ -24,6 +24,8 @@ from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, RepairedPlan, WorkerOutput
 from kvferry.types import NULL_BLOCK, BlockTable, StepView
 
+_NO_BLOCKS: frozenset[int] = frozenset()
+
 
 @dataclass(slots=True)
 class _Promise:
@@ -54,7 +56,7 @@ class Promises:
         self._of: dict[str, _Promise] = {}
         self._due: list[tuple[str, _Promise]] = []  # those with a load since the last plan
         self._suspect = False  # from the first plan on that could not be built: loads are checked
-        self._last_filled: frozenset[int] = frozenset()  # by loads of the last plan
+        self._last_filled = _NO_BLOCKS  # by loads of the last plan
 
     def has_failed(self, request_id: str) -> bool:
         """Whether a load of this request was lost before its plan, or an async load of it failed.
@@ -134,6 +136,9 @@ class Promises:
 
     def settle(self, plan: Plan, step: StepView) -> Plan:
         """The plan that the workers of this step get: `plan` itself if nothing needs repair."""
+        if not (self._due or self._suspect):
+            self._last_filled = _NO_BLOCKS
+            return plan
         due, self._due = self._due, []
         planned = {name: each.planned for name, each in due if each.planned is not None}
         self._last_filled = promised = frozenset().union(*planned.values())

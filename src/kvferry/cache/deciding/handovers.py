@@ -19,11 +19,11 @@ from kvferry.cache.deciding.policy import ProducerWaits
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
 from kvferry.cache.deciding.saves import Saves
-from kvferry.cache.deciding.search import NO_HANDOVER, HandoverPlan
+from kvferry.cache.deciding.search import HandoverPlan
 from kvferry.contract.handover import NAMESPACE_DIGITS, STAMP_VERSION, write_handover
 from kvferry.contract.messages import FREE_NOW, FinishResult, LookupMiss
 from kvferry.contract.spec import Mode
-from kvferry.types import KVSource, ProducerStamp, RequestView
+from kvferry.types import Handover, KVSource, ProducerStamp, RequestView
 
 MOST_WAITS = 10
 """A request waits for a producer that makes progress for so many `load_timeout_seconds` at most."""
@@ -50,16 +50,13 @@ class Handovers:
         self.address: tuple[str, int] | None = None
         self._engine_id = secrets.token_hex(16)  # of this run; that of a host may be fixed
 
-    def begin(self, view: RequestView, request: Request, limit: int) -> None:
-        """Plan the handover of a request. Only the first call for a request has an effect.
+    def begin(self, handover: Handover, request: Request, limit: int) -> None:
+        """Plan the handover of a request, once.
 
         Args:
             limit: number of tokens of the longest hit that the prompt could have.
         """
-        handover, config = view.handover, self._context.config
-        if handover is None or request.handover is not NO_HANDOVER:
-            return
-        source = handover.source
+        config, source = self._context.config, handover.source
         is_turn = config.save_generated and source is not None
         gives = handover.gives or is_turn
         plan = HandoverPlan(gives=gives, lends=gives and config.serve is not None, is_turn=is_turn)

@@ -29,7 +29,7 @@ from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
 from kvferry.cache.deciding.saves import Saves
-from kvferry.cache.deciding.search import Search
+from kvferry.cache.deciding.search import NO_HANDOVER, Search
 from kvferry.cache.deciding.searches import Searches
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.deciding.weights_file import WeightsFile
@@ -186,8 +186,9 @@ class CacheScheduler(SchedulerRole):
 
     def _track(self, view: RequestView) -> Request:
         request = self.requests.track(view)
-        limit = self._searches.rules.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
-        self._handovers.begin(view, request, limit)
+        if view.handover is not None and request.handover is NO_HANDOVER:
+            limit = self._searches.rules.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
+            self._handovers.begin(view.handover, request, limit)
         return request
 
     def _probe(self, request: Request) -> None:
@@ -298,9 +299,10 @@ class CacheScheduler(SchedulerRole):
     def _heed_erased(self) -> None:
         """Drop what commands erased: from memory, and of live requests what is still to be saved.
         What a live request was promised is loaded; nobody else finds it."""
-        names = frozenset(pending := self._erased.pending())
-        if not names:
+        pending = self._erased.pending()
+        if not pending:
             return
+        names = frozenset(pending)
         namespace = self.requests.namespace
         for request in self.requests.by_id.values():
             if is_of_request(names, namespace, request):
@@ -311,7 +313,8 @@ class CacheScheduler(SchedulerRole):
 
     def build_plan(self, step: StepView) -> Plan:
         try:
-            self._follow_identity()
+            if self.identity.state is not self._state:  # asked twice, as every step comes here
+                self._follow_identity()
             self._has_looked_up = False
             self._heed_erased()
             if step.preempted_request_ids:
@@ -347,7 +350,7 @@ class CacheScheduler(SchedulerRole):
             self._fetch_early()
             loads = tuple(each.load[0] for each in self.requests.at_work if each.load is not None)
         timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
-        unchecked = self.audits.take_unchecked()
+        unchecked = self.audits.take_unchecked() if self.audits.has_unchecked else ()
         if not (loads or saves or unchecked or timed or self.pool.has_work):
             return EMPTY_PLAN
         fetches, cancels = self.pool.pop_orders()
@@ -380,13 +383,14 @@ class CacheScheduler(SchedulerRole):
 
     def _comparisons(self, running: Iterable[tuple[ScheduledRequest, Request]]) -> tuple[Save, ...]:
         """The saves of audited chunks that a step completes."""
-        return tuple(
-            save
-            for item, request in running
-            if request.audit is not None
-            and request.audit.is_expected
-            and (save := self.audits.plan(item, request.audit)) is not None
-        )
+        saves = []
+        for item, request in running:  # no generator: every step comes here
+            audit = request.audit
+            if audit is not None and audit.is_expected:
+                save = self.audits.plan(item, audit)
+                if save is not None:
+                    saves.append(save)
+        return tuple(saves)
 
     def _cancel_copies(self) -> None:
         """Take back saves and audits of a plan that could not be built: no rank will report

@@ -136,7 +136,7 @@ class Searches:
         is not asked again yet. Nothing else matters till then: it may know thousands of chunks, and
         each step looks."""
         state = search.state
-        if num_local != search.num_local or not isinstance(state, Asking | Awaiting):
+        if num_local != search.num_local or not isinstance(state, (Asking, Awaiting)):
             return False
         is_awaiting = isinstance(state, Awaiting)
         if is_awaiting and (search.wanted.plan.is_held or search.looks.is_over):
