@@ -167,6 +167,15 @@ class RequestView(Protocol):
     def options(self) -> RequestOptions: ...
 
 
+@runtime_checkable
+class SupportsJunction(Protocol):
+    """A request of a host that can keep a recurrent state where prompts part."""
+
+    def keep_state_after(self, num_tokens: int) -> None:
+        """Later prompts that begin with these tokens would hit if their state were stored: have a
+        step end there, and offer it. A whole number of blocks."""
+
+
 class ScheduledRequest(Protocol):
     """One request that gets tokens in a step, as the connector's scheduler role sees it."""
 

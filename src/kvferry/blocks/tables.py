@@ -18,6 +18,7 @@ and the worker role (`blocks.paged`) places tokens by the same rules.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -80,7 +81,9 @@ class Tables:
             for group in range(len(spec.groups))
         )
         self.all_groups = frozenset(range(len(spec.groups)))
-        self.block_size = math.lcm(*(table.block_size for table in self.tables))
+        self._state_tables = spec.states.tables if spec.states is not None else ()
+        sizes = [part.block_size for part in self._state_tables]
+        self.block_size = math.lcm(*(table.block_size for table in self.tables), *sizes)
         """The length of every hit is a multiple of this."""
         self.drops_blocks = any(t.window is not None or t.chunk is not None for t in self.tables)
 
@@ -102,7 +105,8 @@ class Tables:
         )
 
     def load_slices(self, block_ids: BlockTable, start: int, stop: int) -> tuple[BlockSlice, ...]:
-        """Return the blocks that a load of `[start, stop)` fills, one slice per table of the host.
+        """Return the blocks that a load of `[start, stop)` fills, one slice per table of the host,
+        with that of the state at its end.
 
         Raises:
             ContractError: the host announced another number of block tables.
@@ -111,6 +115,26 @@ class Tables:
         for table in self.tables:
             first = table.fill_start(start, stop)
             slices[table.index] = _slice(table, block_ids, first, max(first, stop))
+        for part in self._state_tables:
+            # A host has the state of a hit in the block that its last token is in.
+            before = stop // part.block_size - 1
+            slices[part.table] = BlockSlice(before, tuple(block_ids[part.table][before:][:1]))
+        return tuple(slices)
+
+    def state_slices(self, blocks: Mapping[int, int], num_tables: int) -> tuple[BlockSlice, ...]:
+        """Return the blocks of one state, given by table: one slice for each of the host's tables.
+
+        Raises:
+            ContractError: there is not one for each table of recurrent layers.
+        """
+        slices = [BlockSlice(0, ())] * num_tables
+        for part in self._state_tables:
+            if part.table not in blocks or part.table >= num_tables:
+                raise ContractError(
+                    f"the host named blocks of tables {sorted(blocks)} for a state, and none of "
+                    f"table {part.table}"
+                )
+            slices[part.table] = BlockSlice(0, (blocks[part.table],))
         return tuple(slices)
 
     def chunk_slices(

@@ -16,7 +16,7 @@ from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRecords, RankRows
 from kvferry.blocks.states import PagedStates
 from kvferry.blocks.tables import Tables
-from kvferry.cache.config import CacheConfig, RoleContext, default_memory_bytes
+from kvferry.cache.config import CacheConfig, RoleContext, StatePlaces, default_memory_bytes
 from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.deciding.rank_slots import RankSlots
@@ -112,6 +112,7 @@ class PrefixCache:
             observer=observer,
             tables=Tables(spec),
             identity=self.identity,
+            states=None if spec.states is None else self._places(spec.states.block_size),
         )
         self._server: PeerServer | None = None
         self._keep_server: Callable[[], object] = _nothing
@@ -129,6 +130,9 @@ class PrefixCache:
         """The layout of records of the first epoch, under a random name while that has none."""
         first = self.identity.first
         return self._schema.with_namespace(first) if first else self._schema
+
+    def _places(self, block_size: int) -> StatePlaces:
+        return StatePlaces(len(self._parts), block_size // self._chunk_tokens)
 
     def _count_slots(self) -> int:
         """How many whole records fit; the same on every rank. Raises ConfigError if too few."""

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry.blocks.tables import Tables
 from kvferry.cache.epoch import CacheIdentity
@@ -96,6 +97,20 @@ class CacheBounds:
     saves_seconds: float = 5.0
 
 
+class StatePlaces(NamedTuple):
+    """Where the records of a model's recurrent states are: behind some chunks, by whose keys they
+    are named (`kvferry.keys.state_keys`)."""
+
+    num_parts: int
+    """Records of one state."""
+    every: int
+    """Chunks between two states."""
+
+    def is_behind(self, number: int) -> bool:
+        """Whether there may be a state behind a chunk, given by its index in the prompt."""
+        return (number + 1) % self.every == 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleContext:
     """The values that all parts of a role share.
@@ -110,6 +125,7 @@ class RoleContext:
         draw: makes a random number in [0, 1).
         log: gets a line for each request that another engine prefills or decodes.
         bounds: waits and sizes; tests change them.
+        states: where states are; None: the model has none.
     """
 
     spec: EngineSpec
@@ -123,3 +139,4 @@ class RoleContext:
     draw: Callable[[], float] = random.random
     log: logging.Logger = logger
     bounds: CacheBounds = CacheBounds()
+    states: StatePlaces | None = None

@@ -37,6 +37,7 @@ class LookupMiss(StrEnum):
     DAMAGED = "damaged", "Its bytes were found wrong: it is not served, and is taken out."
     VANISHED = "vanished", "The store listed it, and it is gone: removed from outside."
     DEADLINE = "deadline", "The read did not end in time, so the engine computed instead."
+    NO_STATE = "no_state", "Its KV is stored, but no recurrent state to go on from behind it."
     NO_MEMORY = "no_memory", "The host pool was full of chunks in use; a larger pool would help."
     SLOWER = "slower", "Computing was measured to be faster than loading."
     PARTIAL = (

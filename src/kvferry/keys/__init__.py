@@ -1,6 +1,6 @@
 """Makes keys of token ids and a model's identity. Keys are equal wherever the KV bytes are."""
 
-from kvferry.keys.chain import KEY_VERSION, MARK_BYTES, ChunkKeys, salt_mark, state_keys
+from kvferry.keys.chain import KEY_VERSION, MARK_BYTES, ChunkKeys, salt_mark, state_key, state_keys
 from kvferry.keys.encoding import JsonValue
 from kvferry.keys.namespace import (
     HOST_FIELDS,
@@ -24,5 +24,6 @@ __all__ = [
     "opaque_namespace",
     "relevant_config",
     "salt_mark",
+    "state_key",
     "state_keys",
 ]

@@ -33,10 +33,12 @@ STATE_TAG = b"kvferry.state.1\0"
 def state_keys(chunk: ChunkKey, num_parts: int) -> list[ChunkKey]:
     """Return the keys of the parts of the state behind a chunk: what a model keeps, besides the KV
     of chunks, after the tokens that end with it."""
-    return [
-        ChunkKey(blake3(b"".join((STATE_TAG, chunk, part.to_bytes(4, "little")))).digest())
-        for part in range(num_parts)
-    ]
+    return [state_key(chunk, part) for part in range(num_parts)]
+
+
+def state_key(chunk: ChunkKey, part: int) -> ChunkKey:
+    """Return the key of one part, by its number; see `state_keys`."""
+    return ChunkKey(blake3(b"".join((STATE_TAG, chunk, part.to_bytes(4, "little")))).digest())
 
 
 SALT_TAG = "kvferry.salt.1"

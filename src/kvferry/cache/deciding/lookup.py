@@ -16,6 +16,9 @@ were not needed before; these are fetched, too, until the deadline. If the host 
 another number of tokens itself, the promise is withdrawn, and the search goes on in the state
 before.
 
+If the model has recurrent states, a hit ends where one is held, too, after the last token of a
+chunk. Where KV reaches farther than a state, the host is asked for a state there.
+
 A hit that is audited is promised without the chunk to compare, mostly its last one; the record of
 that chunk must be held nevertheless.
 """
@@ -25,6 +28,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.blocks.tables import Tables
+from kvferry.cache.config import StatePlaces
 from kvferry.cache.deciding.miss import ABSENT, Miss
 from kvferry.cache.deciding.policy import LoadPolicy
 from kvferry.cache.deciding.search import (
@@ -44,6 +48,9 @@ MAX_ASKED = 512
 """Most chunks in a question that is repeated, as the scheduler's thread goes through them."""
 
 NO_CHUNKS = range(0)
+
+_NO_STATE = ("", ASKED)
+"""Where no hit ends."""
 
 
 class Ask(NamedTuple):
@@ -96,8 +103,8 @@ class Wait(NamedTuple):
 
     state: Asking | Awaiting
     miss: Miss | None
-    next_chunk: int
-    """Index of the first chunk that is not here."""
+    next_chunk: int | None
+    """Index of the first chunk that is not here; None: the answer is about states."""
     asks: range = NO_CHUNKS
     """Indices of the chunks that the store is asked for."""
     brings: range = NO_CHUNKS
@@ -121,6 +128,9 @@ class Decision(NamedTuple):
     """What is loaded, to be kept; None: all, or that was not decided."""
     is_trial: bool = False
     """Whether all is loaded to see whether a slow tier has recovered."""
+    junction: int = 0
+    """After so many tokens the known KV ends, and no state is known: if one is kept there, later
+    prompts that begin alike hit (`kvferry.types.SupportsJunction`). 0: none is missed."""
 
 
 class Lookup:
@@ -132,15 +142,22 @@ class Lookup:
         chunk_tokens: tokens of a chunk.
         wait_seconds: how long each chunk that came lets the others be waited for.
         rates: decides whether loading is worth it, and how long it may take. It is only asked.
+        states: where recurrent states are; None: the model has none.
     """
 
     def __init__(
-        self, tables: Tables, chunk_tokens: int, wait_seconds: float, rates: LoadPolicy
+        self,
+        tables: Tables,
+        chunk_tokens: int,
+        wait_seconds: float,
+        rates: LoadPolicy,
+        states: StatePlaces | None = None,
     ) -> None:
         self._tables = tables
         self._chunk = chunk_tokens
         self._wait_seconds = wait_seconds
         self._rates = rates
+        self._states = states
 
     def decide(self, survey: Survey, ask: Ask) -> Decision:
         """Decide a look-up by what there is."""
@@ -156,15 +173,24 @@ class Lookup:
                 return Decision(wait, came)
             if last is not None and wait is None:
                 miss = self._why_absent(last, ask)
+        is_unsaid = self._states is not None and survey.is_state_asked
+        if is_unsaid and isinstance(state, Asking) and ask.now < state.until:
+            return Decision(Wait(state, miss, None), came)
         chosen, worth, is_trial = self._chosen(survey, ask, known)
         act: Promise | Fetch | Wait | Compute
+        junction = 0
         if wait is not None and chosen == known:
             act = wait
         else:
             if worth is not None and chosen < known:
                 miss = Miss(LookupMiss.SLOWER, worth.why)
-            act = self._settle(survey, ask, chosen, end, miss)
-        return Decision(act, came, worth, is_trial)
+            stop = self._outside_items(ask, self.usable(chosen, end))
+            found = self._end_of_hit(survey, ask, stop)
+            if found < stop and stop > ask.num_local:
+                why = f"KV of {stop} tokens is here, a state after {found} of them"
+                miss, junction = Miss(LookupMiss.NO_STATE, why), stop
+            act = self._settle(survey, ask, stop, end, miss)
+        return Decision(act, came, worth, is_trial, junction)
 
     def is_choosing(self, ask: Ask) -> bool:
         """Whether it is to be decided how much is loaded: before the first fetch, if some tier is
@@ -266,7 +292,8 @@ class Lookup:
         of the slots are left for requests that do not wait."""
         has_room = 2 * survey.num_taken < survey.num_slots
         if has_room and known * self._chunk > ask.num_local:
-            hit = self._candidate(survey, ask, stop)
+            # The state at its end is of no use before the chunks are known.
+            hit = self._candidate(survey, ask, stop)._replace(state=None, num_parts=0)
             if hit.num_slots <= survey.num_slots:
                 return hit, range(hit.numbers.start, min(hit.numbers.stop, known))
         return None, NO_CHUNKS
@@ -274,12 +301,11 @@ class Lookup:
     # -- hits -----------------------------------------------------------------------------------
 
     def _settle(
-        self, survey: Survey, ask: Ask, known: int, end: int, miss: Miss | None
+        self, survey: Survey, ask: Ask, stop: int, end: int, miss: Miss | None
     ) -> Promise | Fetch | Compute:
-        """Promise the longest hit of `known` chunks that is held, unless a longer one can be
-        fetched."""
-        stop, block = self.usable(known, end), self._tables.block_size
-        while (stop := self._outside_items(ask, stop)) > ask.num_local:
+        """Promise the longest hit up to `stop` that is held, unless a longer one can be fetched."""
+        block = self._tables.block_size
+        while (stop := self._end_of_hit(survey, ask, stop)) > ask.num_local:
             hit = self._candidate(survey, ask, stop)
             num_surplus = hit.num_slots - survey.num_slots
             if num_surplus > 0:
@@ -294,7 +320,8 @@ class Lookup:
             if self._may_fetch(ask, stop):
                 return Fetch(hit, self._fetching(ask, hit), stop, miss)
             is_full = survey.num_taken == survey.num_slots
-            is_out = is_full and survey.what(lacking) is STORED
+            what = survey.state(lacking) if lacking == hit.state else survey.what(lacking)
+            is_out = is_full and what is STORED
             miss = Miss(LookupMiss.NO_MEMORY if is_out else LookupMiss.DEADLINE)
             stop = min(self.usable(lacking, end), stop - block)
         return Compute(miss)
@@ -326,6 +353,16 @@ class Lookup:
                 stop = item.offset // block * block
         return stop
 
+    def _end_of_hit(self, survey: Survey, ask: Ask, stop: int) -> int:
+        """Return the last end of a block up to `stop` where a hit may end: in no item, and where a
+        state is, if the model has any. What the engine has itself, if there is none."""
+        stop = self._outside_items(ask, stop)
+        while self._states is not None and stop > ask.num_local:
+            if survey.state(stop // self._chunk - 1) not in _NO_STATE:
+                return stop
+            stop = self._outside_items(ask, stop - self._tables.block_size)
+        return stop
+
     def numbers(self, start: int, stop: int) -> range:
         """Indices of the chunks that a hit of `[start, stop)` needs: from the one with the first
         needed token up to `stop`. Empty if a chunk ends there and all windows are of one token."""
@@ -338,12 +375,17 @@ class Lookup:
         whole = range(start // self._chunk, -(-stop // self._chunk))
         audited = self._audited(survey, ask, whole)
         if audited is None:
-            return Hit(start, stop, self.numbers(start, stop), whole)
-        block = self._tables.block_size
-        stop = audited * self._chunk // block * block
-        stop = max(start, self._outside_items(ask, stop))
-        first = self.numbers(start, stop).start if start < stop else audited
-        return Hit(start, stop, range(first, audited + 1), whole, audited)
+            hit = Hit(start, stop, self.numbers(start, stop), whole)
+        else:
+            block = self._tables.block_size
+            stop = audited * self._chunk // block * block
+            stop = max(start, self._end_of_hit(survey, ask, stop))
+            first = self.numbers(start, stop).start if start < stop else audited
+            hit = Hit(start, stop, range(first, audited + 1), whole, audited)
+        if self._states is None or start == stop:
+            return hit
+        state, num_parts = stop // self._chunk - 1, self._states.num_parts
+        return hit._replace(state=state, num_parts=num_parts)
 
     def _audited(self, survey: Survey, ask: Ask, whole: range) -> int | None:
         """Choose the chunk of a hit to compare, by index; the hit then ends before it. None if the
@@ -372,8 +414,8 @@ class Lookup:
         return self._tables.groups_of((number + 1) * self._chunk, hit.start, hit.stop)
 
     def _lacking(self, survey: Survey, ask: Ask, hit: Hit) -> int | None:
-        """Index of the first chunk in the last contiguous run of needed chunks that are not held;
-        None if all are held.
+        """Index of the first chunk in the last contiguous run of needed chunks that are not held,
+        or of the one whose state is not; None if all are held.
 
         Every hit that ends inside or behind the run needs part of it, so the next candidate ends
         before the run. All candidates of a look-up together take linear time.
@@ -386,4 +428,6 @@ class Lookup:
                     break
             else:
                 lacking = number
+        if lacking is None and hit.state is not None and survey.state(hit.state) is not HELD:
+            return hit.state
         return lacking

@@ -59,7 +59,7 @@ from kvferry.network import join_host
 from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
 from kvferry.store.erasures import names_of
-from kvferry.types import BlockTable, RequestView, ScheduledRequest, StepView
+from kvferry.types import BlockTable, RequestView, ScheduledRequest, StepView, SupportsJunction
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,10 @@ class CacheScheduler(SchedulerRole):
     def _look_up(self, view: RequestView, request: Request, num_local: int) -> LookupResult:
         self._probe(request)
         search = self._search(view, request)
-        return self._searches.answer(search, len(view.all_token_ids), num_local)
+        answer = self._searches.answer(search, len(view.all_token_ids), num_local)
+        if search.junction and isinstance(view, SupportsJunction):
+            view.keep_state_after(search.junction)
+        return answer
 
     # -- allocation -----------------------------------------------------------------------------
 

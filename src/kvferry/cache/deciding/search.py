@@ -59,11 +59,13 @@ class Hit(NamedTuple):
     whole: range  # indices of the hit's whole chunks, before it was shortened for an audit
     audited: int | None = None  # the last of `numbers`, if it is to be computed and compared
     audit: Audit | None = None  # what is reserved for that, once the hit is promised
+    state: int | None = None  # index of the chunk whose state must be held; None: of none
+    num_parts: int = 0  # the slots that this state takes
 
     @property
     def num_slots(self) -> int:
         """Number of slots that it needs; an audit needs one more for what the engine computes."""
-        return len(self.numbers) + (self.audited is not None)
+        return len(self.numbers) + self.num_parts + (self.audited is not None)
 
 
 class Awaiting(NamedTuple):
@@ -147,9 +149,10 @@ class Search:
     # Tokens and seconds of what was fetched and promised, by where from.
     loads: dict[str, tuple[int, float]] = field(default_factory=dict)
     num_reads_left: int = 3  # failed reads of its chunks that are tried again
-    # Index of the chunk for which the last decision was to wait; None: there was no such decision.
+    # Index of the chunk for which the last decision was to wait; None: it was not, or for a state.
     next_chunk: int | None = None
     miss: Miss | None = NOT_LOADING  # why the last answer was not longer; None: nothing ended it
+    junction: int = 0  # see `Decision.junction`
 
     @property
     def hit(self) -> Hit | None:

@@ -25,7 +25,7 @@ from kvferry.cache.deciding.search import (
 from kvferry.cache.deciding.survey import Surveyor
 from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
-from kvferry.keys import ChunkKeys
+from kvferry.keys import ChunkKeys, state_keys
 from kvferry.record.check import SOUND, ReadFault
 from kvferry.store.backoff import Backoff
 from kvferry.store.base import ASK_SECONDS, ASKED, HERE, Where
@@ -35,6 +35,10 @@ FIRST_PAUSE_SECONDS = 0.01
 LAST_PAUSE_SECONDS = 0.25
 """Bounds of the pause after which the store is asked again for chunks that are awaited. It doubles
 until one of them comes."""
+
+
+STATE_KEYS, STATE_QUESTIONS = 32, 64
+"""About how many parts of states a question to a store has, and how many questions a prompt."""
 
 
 class Searches:
@@ -61,14 +65,16 @@ class Searches:
         patience: ProducerWaits,
     ) -> None:
         wait_seconds = context.config.load_timeout_seconds
-        self.rules = Lookup(context.tables, context.chunk_tokens, wait_seconds, policy)
+        self.rules = Lookup(
+            context.tables, context.chunk_tokens, wait_seconds, policy, context.states
+        )
         self._chunk = context.chunk_tokens
         self._context = context
         self._store = context.store
         self._observer = context.observer
         self._all_groups = context.tables.all_groups
         self._clock = context.clock
-        self._surveyor = Surveyor(context.tables, pool, self._store, unreadable)
+        self._surveyor = Surveyor(context.tables, pool, self._store, unreadable, context.states)
         self._pool = pool
         self._unreadable = unreadable
         self._policy = policy
@@ -78,12 +84,22 @@ class Searches:
     def begin_epoch(self, namespace: bytes) -> None:
         """Look up in another namespace from now on."""
         self._store = self._context.store.in_namespace(namespace)
-        tables = self._context.tables
-        self._surveyor = Surveyor(tables, self._pool, self._store, self._unreadable)
+        tables, states = self._context.tables, self._context.states
+        self._surveyor = Surveyor(tables, self._pool, self._store, self._unreadable, states)
 
     def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Have the store find out what it has of a prompt."""
         self._store.probe(keys)
+        if self._context.states is None:
+            return
+        # A store goes on only while it has some of what it was asked for. Most states are not
+        # there, so a question is about few of them, from the last one on.
+        num_parts = self._context.states.num_parts
+        behind = [key for at, key in enumerate(keys) if self._context.states.is_behind(at)]
+        parts = [part for key in reversed(behind) for part in state_keys(key, num_parts)]
+        size = num_parts * max(1, STATE_KEYS // num_parts)
+        for first in range(0, min(len(parts), size * STATE_QUESTIONS), size):
+            self._store.probe(parts[first : first + size])
 
     def none(self) -> Search:
         """The search of a request that was never looked up."""
@@ -100,6 +116,8 @@ class Searches:
         """Begin a search for the chunks of a prompt, of which the store was asked what it has.
         `most` tokens are loaded at most; the hit ends in none of `items`."""
         place, now = self._audits.draw(), self._clock()
+        if self._context.states is not None:
+            place = None  # by how much KV behind a loaded state may differ was not measured
         wanted = Wanted(keys.keys, plan, most, place, now, keys.mark, items)
         looks = Backoff(self._clock, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
         return Search(Hold(self._pool), looks, wanted, Asking(asked_at + ASK_SECONDS))
@@ -129,7 +147,10 @@ class Searches:
             return LookupResult(0, False, reason)
         if hit.audit is not None:
             reason = LookupMiss.AUDIT
-        return LookupResult(hit.stop - hit.start, False, reason)
+        num_tokens = hit.stop - hit.start
+        # A host moves states before a load that it waits for in the same step.
+        is_async = hit.state is not None
+        return LookupResult(num_tokens, is_async, reason)
 
     def _nothing_came(self, search: Search, num_local: int) -> bool:
         """Whether a search waits for the same chunk as before, and the store has not answered, or
@@ -190,7 +211,7 @@ class Searches:
     ) -> Ask | None:
         """Do what was decided. None if that is done, else the look-up to decide again."""
         act = decision.act
-        search.miss = act.miss
+        search.miss, search.junction = act.miss, decision.junction
         if decision.came:
             self._patience.came()
             search.looks.succeeded()
@@ -246,10 +267,15 @@ class Searches:
         self._learn(search, before, late)
 
     def chunks(self, search: Search, start: int, stop: int) -> tuple[SlotChunk, ...]:
-        """The chunks of a promised hit, or of a part of it, with their slots."""
-        slots = {slot.first_token: slot for slot in search.pinned}
-        firsts = (number * self._chunk for number in self.rules.numbers(start, stop))
-        return tuple(SlotChunk(slots[first].index, slots[first].key, first) for first in firsts)
+        """The chunks of a promised hit, or of a part of it, with their slots; and the parts of the
+        state at its end, which a part of it does not have."""
+        slots = {(slot.first_token, slot.part): slot for slot in search.pinned}
+        wanted = [(number * self._chunk, -1) for number in self.rules.numbers(start, stop)]
+        if search.hit is not None:
+            wanted += [(stop, part) for part in range(search.hit.num_parts)]
+        return tuple(
+            SlotChunk(slots[each].index, slots[each].key, each[0], part=each[1]) for each in wanted
+        )
 
     # -- slots ----------------------------------------------------------------------------------
 
@@ -264,7 +290,7 @@ class Searches:
         for number in numbers if wanted.plan.lends else ():
             if not pool.holds(keys[number], self._all_groups):
                 pool.drop(keys[number])  # a chunk that comes in parts is not lent
-        self._pin_only(search, numbers)
+        self._pin_only(search, hit, numbers)
         for number in numbers:
             key, groups = keys[number], groups_of(wanted, number, hit)
             before = pool.find(key)
@@ -278,16 +304,41 @@ class Searches:
                 search.pinned.add(slot)
             if not slot.is_save:
                 search.fetched[key] = self._store.tier_of(key)
+        else:
+            self._bring_state(search, hit)
 
-    def _pin_only(self, search: Search, numbers: range) -> None:
-        """Pin those of the chunks that have slots, then end the earlier pins of the search."""
-        slots = map(self._pool.find, search.wanted.keys[numbers.start : numbers.stop])
+    def _bring_state(self, search: Search, hit: Hit) -> None:
+        """As `_bring`, the state of a hit."""
+        for part, key in enumerate(self._state_keys(search, hit)):
+            before = self._pool.find(key)
+            if before is not None and self._all_groups <= before.held:
+                continue
+            mark = search.wanted.mark
+            slot = self._pool.fetch(key, hit.stop, self._all_groups, mark, part=part)
+            if slot is None:
+                break
+            if before is None:
+                search.pinned.add(slot)
+            if not slot.is_save:
+                search.fetched[key] = self._store.tier_of(key)
+
+    def _state_keys(self, search: Search, hit: Hit) -> list[ChunkKey]:
+        """The keys of the parts of the state that a hit needs."""
+        if hit.state is None:
+            return []
+        return state_keys(search.wanted.keys[hit.state], hit.num_parts)
+
+    def _pin_only(self, search: Search, hit: Hit, numbers: range) -> None:
+        """Pin those of the chunks that have slots, and of the parts of the hit's state; then end
+        the earlier pins of the search."""
+        keys = search.wanted.keys[numbers.start : numbers.stop]
+        slots = map(self._pool.find, [*keys, *self._state_keys(search, hit)])
         search.pinned.keep_only(filter(None, slots))
 
     def _pinned(self, search: Search, hit: Hit) -> Hit | None:
         """Pin exactly the chunks that a hit needs, all of them held, and what its audit needs. None
         if there is no slot for the copy of the audit."""
-        self._pin_only(search, hit.numbers)
+        self._pin_only(search, hit, hit.numbers)
         if hit.audited is None:
             return hit
         audit = self._audits.reserve(search.wanted.keys, hit.whole, hit.audited)

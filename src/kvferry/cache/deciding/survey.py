@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvferry.blocks.tables import Tables
+from kvferry.cache.config import StatePlaces
 from kvferry.cache.deciding.failed_keys import FailedKeys
 from kvferry.cache.deciding.host_pool import NO_GROUPS, HostPool
 from kvferry.cache.deciding.miss import ABSENT, Miss
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import FaultKind
+from kvferry.keys import state_key
 from kvferry.store.base import ASK_SECONDS, HERE, Store, Where
 from kvferry.types import ChunkKey
 
@@ -41,6 +43,9 @@ class ChunkView(NamedTuple):
     """Whether it was computed here, and not read from the store."""
     tier: str = ""
     """Where the store has it, if it is `STORED` or `COMING` and that was to be looked at."""
+    state: str = ""
+    """What there is of the recurrent state behind it, which a hit that ends there needs, too:
+    `HELD`, `COMING`, `STORED` or `ASKED`. Empty: nothing, or the model has none."""
     miss: Miss | None = None
     """If it is none of the first three: why."""
 
@@ -76,6 +81,15 @@ class Survey(NamedTuple):
         """What there is of a known chunk from `first` on, by its index in the prompt."""
         return self.chunks[number - self.first].what
 
+    def state(self, number: int) -> str:
+        """What there is of the state behind a known chunk from `first` on."""
+        return self.chunks[number - self.first].state
+
+    @property
+    def is_state_asked(self) -> bool:
+        """Whether the store has not answered yet whether it has a state."""
+        return any(chunk.state is ASKED for chunk in self.chunks)
+
     def is_own(self, number: int) -> bool:
         """Whether a chunk from `first` on is known to be computed here."""
         number -= self.first
@@ -84,11 +98,17 @@ class Survey(NamedTuple):
 
 class Surveyor:
     """Looks at memory, the store and what failed. Changes nothing. Runs in: scheduler thread; no
-    I/O."""
+    I/O. `states`: where there are states; None: nowhere."""
 
     def __init__(
-        self, tables: Tables, pool: HostPool, store: Store, unreadable: FailedKeys
+        self,
+        tables: Tables,
+        pool: HostPool,
+        store: Store,
+        unreadable: FailedKeys,
+        states: StatePlaces | None = None,
     ) -> None:
+        self._states = states
         self._pool = pool
         self._store = store
         self._unreadable = unreadable
@@ -134,12 +154,45 @@ class Surveyor:
                 break
             else:
                 chunks.append(ChunkView(COMING, slot.held, slot.is_save))
+        if self._states is not None:
+            self._add_states(chunks, keys, first, self._states)
         if with_tiers:
             tier_of = self._store.tier_of
             for number, chunk in enumerate(chunks):
                 if chunk.what is not HELD:
                     chunks[number] = chunk._replace(tier=tier_of(keys[first + number]))
         return Survey(first, chunks, end, self._pool.num_slots, self._pool.num_taken)
+
+    def _add_states(
+        self,
+        chunks: list[ChunkView],
+        keys: Sequence[ChunkKey],
+        first: int,
+        states: StatePlaces,
+    ) -> None:
+        for number, chunk in enumerate(chunks):
+            if states.is_behind(first + number):
+                state = self._state(keys[first + number], states.num_parts)
+                chunks[number] = chunk._replace(state=state)
+
+    def _state(self, chunk: ChunkKey, num_parts: int) -> str:
+        """What there is of all parts of the state behind a chunk."""
+        found = HELD
+        for part in range(num_parts):
+            key = state_key(chunk, part)
+            slot = self._pool.find(key)
+            if slot is not None and slot.held >= self._all_groups:
+                continue
+            if key in self._unreadable and (slot is None or not slot.is_save):
+                return ""
+            if slot is not None:
+                found = COMING if found is HELD else found
+                continue
+            where = self._store.where(key)
+            if where is not HERE:  # of most states the first part is not
+                return ASKED if where is Where.ASKED else ""
+            found = STORED
+        return found
 
     def _with_faults(self, end: ChunkView) -> ChunkView:
         faults = [(each.name, each.fault) for each in self._store.tiers() if each.fault]
