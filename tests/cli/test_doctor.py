@@ -88,7 +88,9 @@ def found(run):
 
 
 def faults(url: str) -> list[Problem]:
-    report = run_check(url, lambda parsed: open_one(parsed, Opening(index=False)), None, 60.0)
+    report = run_check(
+        url, lambda parsed, _calls: open_one(parsed, Opening(index=False)), None, 60.0
+    )
     return [each.problem for each in report.findings]
 
 
@@ -410,7 +412,9 @@ def test_a_store_of_an_engine_of_this_model_on_a_host_of_its_own(url, field, kno
         context_tokens=None,
         knows_kernels=knows_kernels,
     )
-    report = run_check(url, lambda parsed: open_one(parsed, Opening(index=False)), model, 60.0)
+    report = run_check(
+        url, lambda parsed, _calls: open_one(parsed, Opening(index=False)), model, 60.0
+    )
     assert [each.problem for each in report.findings] == [Problem.OTHER_KERNELS] * knows_kernels
     assert [each["read_by_model"] for each in report.namespaces] == [not knows_kernels]
 
@@ -453,7 +457,7 @@ def test_a_store_that_keeps_nothing():
             return None
 
     report = StoreReport("memory:")
-    check("memory://x", lambda _: Forgetful(), None, report)
+    check("memory://x", lambda *_: Forgetful(), None, report)
     assert [each.problem for each in report.findings] == [Problem.EVICTS_AT_ONCE]
 
 
@@ -477,7 +481,7 @@ def test_17_a_clock_that_differs(url_of, monkeypatch):
     report = StoreReport("s3://bucket")
     ahead = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3600})
     monkeypatch.setattr("kvferry.doctor.stores.time", ahead)
-    check(url_of("s3"), lambda parsed: open_one(parsed, Opening(index=False)), None, report)
+    check(url_of("s3"), lambda parsed, _calls: open_one(parsed, Opening(index=False)), None, report)
     (finding,) = report.findings
     assert finding.problem is Problem.CLOCK
     assert re.search("its clock differs .* by 3[56]..", finding.text)
@@ -746,7 +750,7 @@ def test_a_store_that_is_left_in_the_middle_keeps_no_record_of_the_check(url):
     """As after Ctrl-C."""
     report = StoreReport("file")
 
-    def opened(parsed) -> Store:
+    def opened(_parsed, _calls) -> Store:
         report.is_over.set()
         return open_one(url.partition("?")[0])
 
@@ -845,13 +849,13 @@ def test_what_a_store_says_is_the_row_of_its_kind_whatever_the_words(call, kind,
     store = Refusing(call, Fault(kind, "WRONGPASS: Permission denied, READONLY, Odd.put failed: "))
     report = StoreReport("memory:")
     opened = TieredStore([store]) if is_tier else store
-    check("memory://x", lambda _: opened, None, report)
+    check("memory://x", lambda *_: opened, None, report)
     assert [each.problem for each in report.findings] == [Problem[kind.name]]
 
 
 @pytest.mark.parametrize("kind", FaultKind)
 def test_what_is_wrong_with_a_url_is_the_row_of_its_kind(kind):
-    def opened(_url):
+    def opened(_url, _calls):
         raise ConfigError("Permission denied", kind)
 
     report = StoreReport("memory:")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from dataclasses import replace
 
 import pytest
@@ -14,16 +13,15 @@ import pytest
 from kvferry.doctor import stores as doctor_stores
 from kvferry.doctor import vllm as doctor_vllm
 from kvferry.store.file import store
-from kvferry.store.kind import Opening, StoreUrl
+from kvferry.store.kind import Opening, ServerBounds, StoreUrl
 from kvferry.store.kinds import MODULES
-from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.servers.remote import RemoteStore, open_remote
 from kvferry.store.url import open_one
 from tests.cli.conftest import put_records
 from tests.cli.test_doctor import found, root, url
 from tests.cli.test_explain import SPACE, put_prompt
 from tests.store import toy
-from tests.store.errors import Odd, error, io
-from tests.store.servers.remote_client import DictClient
+from tests.store.errors import METHODS, Odd, Stuck, error, io
 
 __all__ = ["error", "found", "io", "root", "url"]
 
@@ -34,8 +32,8 @@ def odd(monkeypatch, request):
     client = getattr(request, "param", Odd)()
 
     def open_url(url: StoreUrl, options: object, opening: Opening) -> RemoteStore:
-        prefix = url.path and f"{url.path}/"
-        return RemoteStore(str(url), client, opening, prefix=prefix)
+        quick = replace(opening, bounds=ServerBounds(close_seconds=0.1))
+        return open_remote(url, client, quick)
 
     monkeypatch.setattr(toy, "KIND", replace(toy.KIND, open=open_url))
     monkeypatch.setitem(MODULES, "odd", "tests.store.toy")
@@ -70,38 +68,8 @@ def test_what_is_no_answer_of_a_client_is_a_finding_that_names_it(found, odd, ca
     assert f"Odd.{call} failed: it returned a " in said
 
 
-class Stuck(DictClient):
-    """Its `method` does not end before `ended`, whatever its deadline."""
-
-    method = ""
-
-    def __init__(self):
-        super().__init__()
-        self.ended = threading.Event()
-
-    def _wait(self, method):
-        if method == self.method:
-            self.ended.wait(120)
-
-    def read(self, name, ranges, deadline):
-        self._wait("read")
-        return super().read(name, ranges, deadline)
-
-    def put(self, name, buffers, deadline, *, replaces=False):
-        self._wait("put")
-        return super().put(name, buffers, deadline, replaces=replaces)
-
-    def exists(self, names, deadline):
-        self._wait("exists")
-        return super().exists(names, deadline)
-
-    def scan(self, prefix, deadline):
-        self._wait("scan")
-        yield from super().scan(prefix, deadline)
-
-
 @pytest.mark.parametrize("odd", [Stuck], indirect=True)
-@pytest.mark.parametrize("call", ["read", "put", "exists", "scan"])
+@pytest.mark.parametrize("call", sorted(METHODS))
 def test_a_call_of_a_client_that_does_not_end_is_a_finding_that_names_it(
     found, odd, monkeypatch, call
 ):
@@ -109,11 +77,12 @@ def test_a_call_of_a_client_that_does_not_end_is_a_finding_that_names_it(
     if call == "exists":  # on a thread of its own
         monkeypatch.setattr(doctor_stores, "ANSWER_SECONDS", 1)
     try:
-        (said, *_) = found("odd://host/kv", "--timeout", 60 if call == "exists" else 1)
+        (said, *_) = found("odd://host/kv", "--timeout", 60 if call in ("close", "exists") else 1)
     finally:
-        odd.ended.set()
+        odd.ends.set()
     assert said.startswith("late odd://host/kv: ")
-    assert said.endswith(f"took more than 1 s, in Stuck.{call}")
+    what = "closing it takes long" if call == "close" else "took more than 1 s"
+    assert said.endswith(f"{what}, in Stuck.{call}")
 
 
 def test_look_ups_that_do_not_find_what_is_stored_are_a_finding(found, odd):

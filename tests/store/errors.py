@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+import threading
 
 import pytest
 
-from kvferry.errors import FaultKind
+from kvferry.errors import FaultKind, StoreError
 from kvferry.store.file import directory, fileio, store, writing
 from tests.store.file.conftest import FaultyOS
 from tests.store.servers.remote_client import DictClient
@@ -83,3 +84,32 @@ class Odd(DictClient):
             return self.answer
 
         return call
+
+
+METHODS = {"close", "delete", "exists", "facts", "put", "read", "scan"}
+"""Of a client."""
+
+
+class Stuck(DictClient):
+    """Its `method` waits for `ends`, whatever its deadline.
+
+    Attributes:
+        threads: that called it.
+    """
+
+    def __init__(self, method=""):
+        super().__init__()
+        self.method, self.threads = method, set()
+        self.entered, self.ends = threading.Event(), threading.Event()
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in METHODS:
+            return found
+        self.threads.add(threading.get_ident())
+        return self._hang if name == self.method else found
+
+    def _hang(self, *_arguments, **_named):
+        self.entered.set()
+        self.ends.wait(120)
+        raise StoreError(FaultKind.LATE, "it ended after all")

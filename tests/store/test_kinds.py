@@ -6,13 +6,13 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import kvferry
 from kvferry.errors import ConfigError, StoreError
+from kvferry.observe import Counters
 from kvferry.store import kinds
 from kvferry.store.base import Where
 from kvferry.store.kind import Opening
@@ -168,9 +168,11 @@ def test_two_packages_for_one_scheme_are_both_named(install: Install) -> None:
 
 
 OPENERS = {
-    "nothing": ("return None", "it returned a NoneType, not a store"),
-    "a client": ("return ToyClient('a', refuses=False)", "it returned a ToyClient, not a store"),
-    "a bug": ("return url.host", "AttributeError (blobs.py, line 12)"),
+    "nothing": ("return None", "it returned a NoneType, not a RemoteStore"),
+    "a client": ("return ToyClient('a', refuses=False)", "it returned a ToyClient, not a Remote"),
+    "a store": ("return MemoryStore()", "it returned a MemoryStore, not a RemoteStore"),
+    "a store of its own": ("return Shelf('x', None)", "it returned a Shelf, not a RemoteStore"),
+    "a bug": ("return url.host", "AttributeError (blobs.py, line 15)"),
     "a store that lacks methods": ("return Half()", "Half lacks accepts, "),
     "a client that lacks one": ("return Deaf()", "Deaf lacks exists"),
 }
@@ -185,7 +187,10 @@ from dataclasses import replace
 from kvferry.store.base import Store, Where
 from tests.store import toy
 from tests.store.toy import ToyClient
-from kvferry.store.servers.remote import RemoteClient
+from kvferry.store.memory import MemoryStore
+from kvferry.store.servers.remote import RemoteClient, RemoteStore
+class Shelf(RemoteStore):
+    where = probe = None
 class Half(Store):
     url, multi_process = "blobs://shelf", True
 class Deaf(RemoteClient):
@@ -206,34 +211,35 @@ KIND = replace(toy.KIND, open=open_it)
     assert any(f"blobs.open_it failed: {said}" in line for line in found("blobs://shelf"))
 
 
-@pytest.mark.parametrize("method", ["where", "read", "put", "catalogues", "in_namespace"])
-@pytest.mark.parametrize("fault", ["raise KeyError('secret')", "return 3.5"])
-def test_a_store_of_ones_own_is_named_by_class_and_method_by_engines_and_doctor(
-    install: Install, found, caplog: pytest.LogCaptureFixture, method: str, fault: str
+def test_an_opener_that_does_not_end_is_named_by_engines_and_doctor(
+    install: Install, found, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that is no server of names, and so no client is guarded in it."""
-    code = f"""
+    code = """
+import threading
 from dataclasses import replace
-from kvferry.store.memory import MemoryStore
 from tests.store import toy
-class Shelf(MemoryStore):
-    def {method}(self, *_args, **_options):
-        {fault}
-KIND = replace(toy.KIND, open=lambda *_: Shelf())
+ends = threading.Event()
+def open_it(url, options, opening):
+    ends.wait(120)
+    return toy.KIND.open(url, options, opening)
+KIND = replace(toy.KIND, open=open_it)
 """
     install("blobs", code, blobs="blobs:KIND")
-    with open_store("blobs://shelf", start_seconds=0.2) as store:
-        store.put(make_key(), [b"value"])
-        assert store.where(make_key()) in (Where.ABSENT, Where.HERE)
-        with suppress(StoreError):
-            store.read(make_key(), ())
-        with suppress(StoreError):
-            store.catalogue()
-        assert isinstance(store.in_namespace(bytes(32)).where(make_key()), Where)
-    assert any(f"Shelf.{method} failed" in line for line in caplog.messages)
-    lines = found("blobs://shelf")
-    assert any(f"Shelf.{method} failed" in line for line in lines)
-    assert not any("secret" in line for line in (*lines, *caplog.messages))
+    counts = Counters()
+    try:
+        with open_store("blobs://shelf", observer=counts, start_seconds=0.2) as store:
+            said = "did not open within 0.2 s, in blobs.open_it"
+            assert [line for line in caplog.messages if "blobs" in line] == [
+                f"store blobs://shelf {said}: serving without it until it does"
+            ]
+            assert counts["store_open_failed"] == 1
+            assert str(store.tiers()[0].fault) == f"opening: {said}"
+            assert store.where(make_key()) is Where.ABSENT
+            assert not store.put(make_key(), [b"value"]).is_there
+            (line,) = found("blobs://shelf", "--timeout", 1)
+            assert line.endswith("opening it took more than 1 s, in blobs.open_it")
+    finally:
+        sys.modules["blobs"].ends.set()
 
 
 @pytest.mark.parametrize("hosts", [False, True])

@@ -34,6 +34,7 @@ from kvferry.errors import ConfigError
 from kvferry.keys import JsonValue, ModelIdentity
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.store.base import Store
+from kvferry.store.faults import Calls
 from kvferry.store.kind import StoreUrl
 from kvferry.store.kinds import is_private
 from kvferry.store.url import read_options
@@ -182,13 +183,13 @@ def _read_config(given: str) -> VllmConfig:
     return check_config(given if is_json else read_text("--vllm-config", Path(given)))
 
 
-def _opened(url: StoreUrl) -> Store:
+def _opened(url: StoreUrl, calls: Calls) -> Store:
     """Open an existing store, writable unless its URL says otherwise. Its quota is left out, so the
     check evicts nothing."""
     options = {name: value for name, value in url.options.items() if name != "max_bytes"}
     is_read_only = getattr(read_options(url), "read_only", False)
     return stores.open_existing(
-        dataclasses.replace(url, options=options), writable=not is_read_only
+        dataclasses.replace(url, options=options), writable=not is_read_only, calls=calls
     )
 
 

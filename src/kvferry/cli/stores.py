@@ -15,6 +15,7 @@ from kvferry.cli.prompts import check_digits
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.store.base import Store
 from kvferry.store.catalogue import Entry
+from kvferry.store.faults import Calls
 from kvferry.store.kind import Opening, StoreUrl
 from kvferry.store.kinds import kind_of
 from kvferry.store.url import open_one, parse_store_url, read_options
@@ -53,9 +54,12 @@ def query_store(url: str, question: Callable[[Store], T]) -> T:
             return question(store)
 
 
-def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
+def open_existing(
+    url: str | StoreUrl, *, writable: bool = False, calls: Calls | None = None
+) -> Store:
     """Open the store at `url` without creating, evicting or (unless `writable`) changing anything.
-    `writable` makes no difference for a server: only `delete` and `discard` change it.
+    `writable` makes no difference for a server: only `delete` and `discard` change it. `calls` is
+    where the calls of a client are noted.
 
     Raises:
         ConfigError: not a store URL, nothing there, not a store, or of a newer format; or a store
@@ -77,7 +81,12 @@ def open_existing(url: str | StoreUrl, *, writable: bool = False) -> Store:
         parsed = dataclasses.replace(parsed, options=options)
     # No command calls `contains`, so none needs the keys in memory. A writable directory has them
     # nevertheless: only then does its upkeep go on comparing a complete index with the files.
-    store = open_one(parsed, Opening(index=writable and kind.is_directory, may_create=False))
+    opening = Opening(
+        index=writable and kind.is_directory,
+        may_create=False,
+        calls=Calls() if calls is None else calls,
+    )
+    store = open_one(parsed, opening)
     await_answer(store)
     store.wait_indexed(INDEX_SECONDS)
     return store

@@ -27,14 +27,13 @@ from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import Store, Where
 from kvferry.store.catalogue import Entry, StoredBytes
-from kvferry.store.faults import fault_kind
+from kvferry.store.faults import Calls, fault_kind
 from kvferry.store.file.directory import record_path
-from kvferry.store.guarded import GuardedStore, calls_of
 from kvferry.store.kind import Opening, StoreUrl, shown_url
 from kvferry.store.kinds import kind_of
 from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
-from kvferry.store.servers.remote import RemoteClient, RemoteStore
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one, parse_store_url, read_options
 from kvferry.survey import differences, differences_of_model, of_hosts, survey, unread
 from kvferry.types import ChunkKey, KVGroup
@@ -62,7 +61,8 @@ _UNKNOWN = "not known"
 _PREFIX = "kvferry-doctor-"
 """Start of the names of this check's records on a server."""
 
-Opener = Callable[[StoreUrl], Store]
+Opener = Callable[[StoreUrl, Calls], Store]
+"""Opens a store, and notes the calls of its client there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,7 @@ class StoreReport:
     Attributes:
         namespaces: a table row for each namespace that has records.
         is_over: set when `run` wants no more results; the check then removes its records.
+        calls: what clients of the check do now.
     """
 
     url: str
@@ -102,9 +103,15 @@ class StoreReport:
     namespaces: list[dict[str, JsonValue]] = field(default_factory=list)
     is_over: threading.Event = field(default_factory=threading.Event)
     step: str = "opening it"
+    calls: Calls = field(default_factory=Calls)
 
     def add(self, problem: Problem, **values: object) -> None:
         self.findings.append(problem.at(self.url, **values))
+
+    def add_late(self, said: str) -> None:
+        """Add what has not ended in time, with the calls that it is in."""
+        calls = "".join(f", in {call}" for call in dict.fromkeys(self.calls.names()))
+        self.add_fault(Fault(FaultKind.LATE, f"{said}{calls}"))
 
     def add_fault(self, fault: Fault, step: str = "") -> None:
         """Add what a store said, and in which step it did."""
@@ -130,8 +137,10 @@ def _look(
     try:
         parsed = parse_store_url(url)
         read_options(parsed)
-        with opened(parsed) as store:
+        with opened(parsed, report.calls) as store:
             _check_open(store, parsed, model, report)
+        if report.calls.names():
+            report.add_late("closing it takes long")
     except ConfigError as error:
         report.add_fault(error.fault)
     except StoreError as error:
@@ -256,12 +265,13 @@ def _try_record(store: Store, parsed: StoreUrl, report: StoreReport, room: float
     if room < 2 * schema.record_bytes or report.is_over.is_set():
         return
     key = ChunkKey(os.urandom(32))
-    place, opening = _own_place(parsed), Opening(namespace=schema.namespace)
+    place = _own_place(parsed)
+    opening = Opening(namespace=schema.namespace, calls=report.calls)
     with nullcontext(store) if place is parsed else open_one(place, opening) as own:
         try:
             values = own.in_namespace(schema.namespace)
-            is_foreign = isinstance(own, GuardedStore | RemoteStore)
-            if _time(values, schema, key, report) and (place is not parsed or is_foreign):
+            has_client = isinstance(own, RemoteStore)
+            if _time(values, schema, key, report) and has_client:
                 with open_one(place, opening) as other:  # which has not seen it stored
                     _look_up(other, key, report)
             _check_clock(own, parsed, key, report)
@@ -283,9 +293,7 @@ def _look_up(other: Store, key: ChunkKey, report: StoreReport) -> None:
     if faults:
         report.add_fault(faults[0].fault, "looking it up")
     elif found is Where.ASKED:
-        calls = "".join(f", in {call}" for call, _ in tuple(calls_of(other).values()))
-        said = f"looking it up took more than {ANSWER_SECONDS:g} s{calls}"
-        report.add_fault(Fault(FaultKind.LATE, said))
+        report.add_late(f"looking it up took more than {ANSWER_SECONDS:g} s")
     elif found is not Where.HERE:
         report.add(Problem.NOT_FOUND)
 
@@ -423,22 +431,8 @@ def run(url: str, opened: Opener, model: Model | None, seconds: float) -> StoreR
         thread.join(seconds)
         if thread.is_alive():  # a copy, because the thread may still write to its report
             late = replace(report, findings=list(report.findings), facts=dict(report.facts))
-            said = f"{late.step} took more than {seconds:.0f} s{_call_of(thread)}"
-            late.add_fault(Fault(FaultKind.LATE, said))
+            late.add_late(f"{late.step} took more than {seconds:.0f} s")
     finally:
         report.is_over.set()
         thread.join(CLEAN_SECONDS)
     return report if late is None else late
-
-
-def _call_of(thread: threading.Thread) -> str:
-    """Name the call of a store, or of its client, that a thread is in: ", in SqliteClient.read"."""
-    frame, inner, said = sys._current_frames().get(thread.ident or 0), None, ""
-    while frame is not None:
-        held = frame.f_locals.get("self")
-        if inner is None and isinstance(held, Store | RemoteClient):
-            inner = held
-        if inner is not None and held is inner:  # of its calls of itself, the first
-            said = f", in {type(held).__name__}.{frame.f_code.co_name}"
-        frame = frame.f_back
-    return said

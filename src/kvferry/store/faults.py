@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kvferry import network
-from kvferry.errors import ContractError, FaultKind, KVError, StoreError
+from kvferry.errors import ContractError, Fault, FaultKind, KVError, StoreError
 from kvferry.filesystem import why_refused
 from kvferry.observe import Observer
 from kvferry.store.base import NO_DEADLINE, Put
@@ -80,6 +80,14 @@ class Faults:
         """Count and log a failed write, and return its answer."""
         return Put.failed(self._translate("put", "", error, is_logged=True).fault)
 
+    def does_not_end(self, what: str, said: str) -> Fault:
+        """Count and log a call that does not end, and return the fault that it is."""
+        self.observer.count(f"store_{what}_failed")
+        fault = Fault(FaultKind.BUG, f"{said} does not end")
+        if self._may_log(what, "hangs"):
+            logger.warning("store %s: %s; kvferry works without it", self._name, fault)
+        return fault
+
     def _translate(self, what: str, said: str, error: Exception, *, is_logged: bool) -> StoreError:
         """Count and log an error, and return it as callers see it. Every foreign error of a store
         becomes one of ours here, and nowhere else."""
@@ -106,33 +114,59 @@ class Faults:
             return True
 
 
-class Guard:
-    """The boundary of an object that somebody else wrote: what its methods raise besides
-    StoreError is named by class and method.
+class Calls:
+    """The calls under way of code that a store's author wrote: of the client of one store, and of
+    what opens it. Known from any thread, also before there is a store, so that one that does not
+    end can be named. Memory only."""
 
-    Attributes:
-        calls: its calls under way: class and method, and deadline. Whoever names one that does not
-            end takes it out.
+    def __init__(self) -> None:
+        # By call: class and method, its name in counts, and when it should have ended.
+        self._begun: dict[object, tuple[str, str, float]] = {}
+
+    @contextmanager
+    def begun(self, said: str, what: str, until: float) -> Iterator[None]:
+        """Context of a call. `until` is in monotonic seconds."""
+        call = object()
+        self._begun[call] = said, what, until
+        try:
+            yield
+        finally:
+            self._begun.pop(call, None)
+
+    def names(self) -> list[str]:
+        """Class and method of each call that is under way."""
+        return [said for said, *_ in tuple(self._begun.values())]
+
+    def take_late(self, now: float) -> list[tuple[str, str]]:
+        """Return class and method, and the name in counts, of the calls that should have ended
+        before `now`: each call once."""
+        if not self._begun:
+            return []
+        late = [each for each in tuple(self._begun.items()) if each[1][2] < now]
+        return [found[:2] for call, found in late if self._begun.pop(call, None) is not None]
+
+
+class Guard:
+    """The boundary of a client: what it raises besides StoreError is named by class and method, and
+    each call is known while it is under way.
+
+    Args:
+        seconds: how long a call without a deadline may take.
     """
 
-    def __init__(self, guarded: object, faults: Faults) -> None:
-        self._name = type(guarded).__name__
+    def __init__(self, client: object, faults: Faults, calls: Calls, seconds: float) -> None:
+        self._name = type(client).__name__
         self._faults = faults
-        self.calls: dict[object, tuple[str, float]] = {}
-
-    def of(self, guarded: object) -> Guard:
-        """The guard of another object of the same store."""
-        return Guard(guarded, self._faults)
+        self._calls = calls
+        self._seconds = seconds
 
     @contextmanager
     def __call__(self, method: str, deadline: float = NO_DEADLINE) -> Iterator[None]:
-        said, call = f"{self._name}.{method}", object()
-        self.calls[call] = said, deadline
-        try:
-            with self._faults.guard(f"client_{method}", f"{said} failed", passes=StoreError):
-                yield
-        finally:
-            self.calls.pop(call, None)
+        said, what = f"{self._name}.{method}", f"client_{method}"
+        until = self._faults.clock() + self._seconds if deadline == NO_DEADLINE else deadline
+        guard = self._faults.guard(what, f"{said} failed", passes=StoreError)
+        with self._calls.begun(said, what, until), guard:
+            yield
 
 
 def checked(is_answer: bool, answer: T) -> T:

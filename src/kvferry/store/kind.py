@@ -20,6 +20,7 @@ from kvferry.errors import ConfigError
 from kvferry.network import join_host
 from kvferry.observe import Observer
 from kvferry.store.base import RecordBytes, Store
+from kvferry.store.faults import Calls
 
 # URLs of local stores. In their paths an @ is an ordinary character.
 _LOCAL = re.compile(r"/(?!/)|file:(?:///|/(?!/))|(?:file|memory):(?!/)[^@:]*$", re.IGNORECASE)
@@ -41,12 +42,14 @@ class ServerBounds:
             waits, as a late answer serves the next look-up.
         quick_seconds: longest time of a delete, of storing a namespace's description, and of the
             check of a bucket that is opened. An engine's start waits for the latter two.
+        close_seconds: how long a close waits for that of the client.
         max_text_bytes: longest description of a namespace; a longer one is read as empty text.
     """
 
     call_seconds: float = 30.0
     probe_seconds: float = 1.0
     quick_seconds: float = 2.0
+    close_seconds: float = 10.0
     max_text_bytes: int = 1 << 20
 
 
@@ -59,6 +62,7 @@ class Opening:
             value of another size.
         may_create: False where the store must be there already: commands that look at it make none.
         bounds: waits and sizes of a store on a server; tests change them.
+        calls: where the calls of the store's author are noted, from the start of the opening on.
     """
 
     observer: Observer = field(default_factory=Observer)
@@ -68,6 +72,7 @@ class Opening:
     record_bytes: RecordBytes | None = None
     may_create: bool = True
     bounds: ServerBounds = ServerBounds()
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,8 @@ class StoreKind:
 
     Attributes:
         options: dataclass of the options after the ? of a URL; a field `max_bytes` is the quota.
-        open: opens the store of a URL with these options; raises as `open_store`.
+        open: opens the store of a URL with these options; raises as `open_store`. Of an installed
+            package, returns a `RemoteStore`.
         hosts: for messages of server stores: which host a URL has to name, and an example, with
             "{scheme}" for the scheme. Empty for stores on this machine.
         names_bucket: whether a URL names a bucket where others name a host.

@@ -17,10 +17,10 @@ from kvferry.config import OPTION_NAME, build_config, format_size, unknown
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store, ValueCheck
-from kvferry.store.faults import Faults
-from kvferry.store.guarded import guarded
+from kvferry.store.faults import Calls, Faults
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
 from kvferry.store.kinds import MODULES, find_kind, kind_of, schemes
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tier import Unopened
 from kvferry.store.tiers.tiered import TieredStore
@@ -250,17 +250,23 @@ def _open_tiers(
         for each in parsed:
             refuse_small_quota(each, check.record_bytes, check.sized_by)
 
-    def opened(url: StoreUrl, may_create: bool = True) -> Store:
+    def opened(url: StoreUrl, calls: Calls, may_create: bool = True) -> Store:
         namespace, description = named()
-        store = open_one(url, replace(opening, namespace=namespace, may_create=may_create))
+        store = open_one(
+            url, replace(opening, namespace=namespace, may_create=may_create, calls=calls)
+        )
         if description is not None:
             store.describe(namespace, description)
         return store
 
     if len(parsed) == 1 and start_seconds is None:
-        return TieredStore([opened(parsed[0])], opening.observer, check=check)
+        return TieredStore([opened(parsed[0], Calls())], opening.observer, check=check)
+    calls = [Calls() for _ in parsed]
     return TieredStore(
-        [Unopened(str(each), partial(opened, each)) for each in parsed],
+        [
+            Unopened(str(url), partial(opened, url, of_store), of_store)
+            for url, of_store in zip(parsed, calls, strict=True)
+        ],
         opening.observer,
         check=check,
         patience=Patience(start_seconds=math.inf if start_seconds is None else start_seconds),
@@ -269,7 +275,11 @@ def _open_tiers(
 
 def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
     """Open the store of one URL, without a tier around it, but several peers as tiers. Raises as
-    `open_store`."""
+    `open_store`.
+
+    An installed package brings a client, in a `RemoteStore`: its code runs on I/O threads only, and
+    every call of it is guarded. So no store's author can stop a scheduler.
+    """
     opening = Opening() if opening is None else opening
     tiers = _each_host(parse_store_url(url))
     if len(tiers) > 1:
@@ -279,13 +289,18 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
     is_ours = parsed.scheme in MODULES
     is_of_client = bool(kind.hosts) or not is_ours
     faults = Faults(str(parsed), opening.observer, time.monotonic, is_of_client=is_of_client)
-    said = "cannot be opened" if is_ours else f"{_name_of(kind.open)} failed"
-    with faults.guard("open", said, passes=(ConfigError, StoreError), is_logged=False):
+    passes = (ConfigError, StoreError)
+    if is_ours:
+        with faults.guard("open", "cannot be opened", passes=passes, is_logged=False):
+            return kind.open(parsed, options, opening)
+    name, until = _name_of(kind.open), time.monotonic() + opening.bounds.call_seconds
+    guard = faults.guard("open", f"{name} failed", passes=passes, is_logged=False)
+    with opening.calls.begun(name, "open", until), guard:
         store: object = kind.open(parsed, options, opening)
-    if not isinstance(store, Store):
-        what = f"it returned a {type(store).__name__}, not a store"
-        raise StoreError(FaultKind.BUG, f"{parsed}: {said}: {what}")
-    return store if is_ours else guarded(store, faults)
+    if type(store) is not RemoteStore:  # a subclass would run on the scheduler's thread
+        what = f"it returned a {type(store).__name__}, not a RemoteStore"
+        raise StoreError(FaultKind.BUG, f"{parsed}: {name} failed: {what}")
+    return store
 
 
 def _name_of(opener: Callable[..., object]) -> str:

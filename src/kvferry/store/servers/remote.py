@@ -28,7 +28,8 @@ from kvferry.store.base import (
     Where,
 )
 from kvferry.store.catalogue import Catalogue, Contract, Entry, GcReport, Removal, StoredBytes
-from kvferry.store.faults import Faults, Guard, checked, is_size
+from kvferry.store.faults import Calls, Faults, Guard, checked, is_size
+from kvferry.store.io_pool import IOPool
 from kvferry.store.kind import Opening, ServerBounds, StoreUrl
 from kvferry.store.maintenance import shrink
 from kvferry.store.servers.server_keys import ServerStore
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 _FULL = Fault(FaultKind.FULL, "the server has no room for a value")
 _REFUSED = Fault(FaultKind.REFUSED, "the server does not take a value")
+_END = ("", -1, 0.0)
+"""Of a listing."""
 _ABOUT = "about.json"
 _NOTICE = "erased.json"
 _REMEMBERED_NAMES = 1 << 16
@@ -88,11 +91,17 @@ class RemoteClient(Contract, ABC):
 
 
 class _GuardedClient(RemoteClient):
-    """A client whose every call ends with an answer of the right kind, or with StoreError."""
+    """A client whose every call ends with an answer of the right kind, or with StoreError, or is
+    known to be under way."""
 
-    def __init__(self, client: RemoteClient, faults: Faults) -> None:
+    def __init__(
+        self, client: RemoteClient, faults: Faults, calls: Calls, bounds: ServerBounds
+    ) -> None:
         self.inner = client
-        self.guard = Guard(client, faults)
+        self.guard = Guard(client, faults, calls, bounds.call_seconds)
+        self._faults = faults
+        self._close_seconds = bounds.close_seconds
+        self._is_closed = False
 
     def read(self, name: str, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         with self.guard("read", deadline):
@@ -118,11 +127,15 @@ class _GuardedClient(RemoteClient):
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
         with self.guard("scan", deadline):
-            for found in self.inner.scan(prefix, deadline):
+            listing = iter(self.inner.scan(prefix, deadline))
+        while True:  # a reader that takes its time is no call of the client
+            with self.guard("scan", deadline):
+                if (found := next(listing, _END)) is _END:
+                    return
                 name, num_bytes, last_used = found
                 is_entry = isinstance(name, str) and is_size(num_bytes)
                 checked(is_entry and isinstance(last_used, int | float), found)
-                yield found
+            yield found
 
     def facts(self) -> dict[str, int | bool | None]:
         with self.guard("facts"):
@@ -130,6 +143,19 @@ class _GuardedClient(RemoteClient):
             return checked(isinstance(found, dict), found)
 
     def close(self) -> None:
+        """Leave a client behind whose close does not end."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        thread = IOPool(1, "kvferry-close")
+        job = thread.submit(lambda _job: self._close())
+        if job.error is not None:  # the process can start no thread
+            self._close()
+        elif not job.wait(self._close_seconds):
+            self._faults.does_not_end("client_close", f"{type(self.inner).__name__}.close")
+        thread.close(0.0)
+
+    def _close(self) -> None:
         with suppress(StoreError), self.guard("close"):
             self.inner.close()
 
@@ -203,21 +229,25 @@ class RemoteStore(ServerStore):
         opening: its namespace is that of the values; `in_namespace` gives a view of another.
         prefix: start of all names; ends in a separator, or is empty.
         clock: monotonic seconds, also of deadlines.
+
+    Attributes:
+        calls: those of the client under way.
     """
 
     def __init__(
         self,
         url: str,
         client: RemoteClient,
-        opening: Opening = Opening(),  # noqa: B008  # frozen
+        opening: Opening | None = None,
         *,
         prefix: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        opening = Opening() if opening is None else opening
         super().__init__(url, opening, clock)
-        self._client = _GuardedClient(
-            client, Faults(url, opening.observer, clock, is_of_client=True)
-        )
+        faults = Faults(url, opening.observer, clock, is_of_client=True)
+        self.calls = opening.calls
+        self._client = _GuardedClient(client, faults, opening.calls, opening.bounds)
         self._prefix = prefix
         self._namespace = opening.namespace
         self._size = opening.record_bytes
@@ -309,11 +339,6 @@ class RemoteStore(ServerStore):
 
     def catalogues(self) -> Sequence[Catalogue]:
         return [RemoteCatalogue(self, self._client, self._prefix, self._texts)]
-
-    @property
-    def guard(self) -> Guard:
-        """The guard of the client."""
-        return self._client.guard
 
     @property
     def is_closed(self) -> bool:

@@ -199,14 +199,14 @@ class Health:
         without = ": serving without it until it can" if is_tried_again else ""
         return f"{self._what} cannot be opened: {error}{without}"
 
-    def is_left_out(self, why: str) -> str:
-        """The start goes on without the store; `why` is the end of the line that says so."""
+    def is_left_out(self, why: str, because: Fault | None = None) -> str:
+        """The start goes on without the store; `why` is the end of the line that says so, and
+        `because` the reason from then on, if it is known."""
         if self.state is not State.OPENING or self._is_announced:
             return ""
         self._is_announced = True
-        self._stand(
-            State.OPENING, self.standing.because or Fault(FaultKind.AWAY, "does not answer")
-        )
+        because = because or self.standing.because
+        self._stand(State.OPENING, because or Fault(FaultKind.AWAY, "does not answer"))
         return f"{self._what} {why}"
 
     # -- calls ----------------------------------------------------------------------------------
@@ -223,6 +223,12 @@ class Health:
         self._num_failures += 1
         self.fault = _shortened(why)
         self._is_in_doubt |= is_long or self._num_failures >= self._patience.max_failures
+
+    def hangs(self, why: Fault) -> None:
+        """A call of the client does not end, or one that opens the store."""
+        if self.state is State.OPENING:
+            self._stand(State.OPENING, why)
+        self.failed(why)
 
     def is_lost(self, why: Fault) -> str:
         """A trial failed, or a call hangs: the medium does not answer."""

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple
 from weakref import WeakSet
 
 from kvferry.errors import Fault, FaultKind, StoreError
@@ -32,9 +32,9 @@ from kvferry.store.base import (
     Value,
 )
 from kvferry.store.erasures import Erasures
-from kvferry.store.faults import Faults
-from kvferry.store.guarded import calls_of
+from kvferry.store.faults import Calls, Faults
 from kvferry.store.kinds import is_peer
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Health, Patience, State
 from kvferry.types import ChunkKey
 
@@ -49,7 +49,8 @@ _WAIT_SECONDS = 0.5
 """Longest single wait of a start: an interrupt just before a wait is seen only after it."""
 
 
-class Unopened(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Unopened:
     """A store that is still to be opened.
 
     Attributes:
@@ -57,10 +58,12 @@ class Unopened(NamedTuple):
         open: opens the store, on a thread of the tier. Gets False if it must not make a store where
             there is none. Raises StoreError if the medium does not answer, and is then called
             again.
+        calls: what the opening, and the client that it makes, do now.
     """
 
     url: str
     open: Callable[[bool], Store]
+    calls: Calls = field(default_factory=Calls)
 
 
 class Tier:
@@ -107,7 +110,7 @@ class Tier:
         self.faults = Faults(given.url, observer, clock)
         self._health = Health(f"store {given.url}", clock, patience)
         self._reading: dict[object, float] = {}  # by read or trial under way, its deadline
-        self._calls: dict[object, tuple[str, float]] = {}  # see `calls_of`
+        self._calls = given.calls if isinstance(given, Unopened | RemoteStore) else Calls()
         self._lock = threading.Lock()
         self._views = WeakSet([self])  # this tier in each namespace
         if not isinstance(given, Unopened):
@@ -183,7 +186,8 @@ class Tier:
             self.opening.set_result(None)
 
     def _place(self, store: Store) -> None:
-        self._calls = calls_of(store)
+        if isinstance(store, RemoteStore):
+            self._calls = store.calls
         self.store = store if self.namespace is None else store.in_namespace(self.namespace)
 
     def in_namespace(self, namespace: bytes | None) -> Tier:
@@ -207,14 +211,19 @@ class Tier:
         if not self.opening.done():
             limit = self.patience.start_seconds
             why = f"did not open within {limit:g} s" if limit else "opens in the background"
-            self.leave_out(f"{why}: serving without it until it does")
+            late = self._calls.take_late(math.inf) if limit else ()
+            for said, what in late:
+                why += f", in {said}"
+                self._observer.count(f"store_{what}_failed")
+            because = Fault(FaultKind.LATE, why) if late else None
+            self.leave_out(f"{why}: serving without it until it does", because)
             return None
         fault = self.opening.exception()
         return None if isinstance(fault, StoreError) else fault
 
-    def leave_out(self, why: str) -> None:
+    def leave_out(self, why: str, because: Fault | None = None) -> None:
         """The start goes on without the store; see `Health.is_left_out`."""
-        self._event(partial(Health.is_left_out, why=why))
+        self._event(partial(Health.is_left_out, why=why, because=because))
 
     def _on_result(self, fault: StoreError | None) -> None:
         """Hear that a probe ended."""
@@ -225,11 +234,9 @@ class Tier:
         past its deadline and still holds its thread. Name each call of a client that does. Memory
         only."""
         overdue, why = self.clock() - self.patience.hang_seconds, _HANGS
-        for call, (said, deadline) in tuple(self._calls.items()) if self._calls else ():
-            if deadline < overdue and self._calls.pop(call, None) is not None:
-                why = Fault(FaultKind.BUG, f"{said} does not end")
-                logger.warning("store %s: %s; kvferry works without it", self.given.url, why)
-                self._event(partial(Health.failed, why=why))
+        for said, what in self._calls.take_late(overdue):
+            why = self.faults.does_not_end(what, said)
+            self._event(partial(Health.hangs, why=why))
         for call, deadline in tuple(self._reading.items()) if self._reading else ():
             if deadline < overdue and self._reading.pop(call, None) is not None:
                 self._event(partial(Health.is_lost, why=why))
