@@ -19,7 +19,7 @@ from kvferry.errors import Fault, StoreError
 from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.record.check import ReadFault, RecordInfo
 from kvferry.store.base import Store
-from kvferry.store.catalogue import Removal
+from kvferry.store.catalogue import Indexed, Removal
 from kvferry.store.maintenance import read_header
 from kvferry.survey import Differences, Holding, chunk_tokens_of, survey, unread
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
@@ -147,8 +147,9 @@ def away_lines(away: Mapping[str, Fault]) -> list[str]:
 
 def _removed(store: Store) -> tuple[Store, dict[ChunkKey, Removal] | None]:
     """Return the newest removal of each key; None if the store remembers none."""
-    removals = store.catalogue().removals(MAX_REMOVALS)
-    return store, None if removals is None else {each.key: each for each in reversed(removals)}
+    if (index := Indexed.find(store)) is None:
+        return store, None
+    return store, {each.key: each for each in reversed(index.removals(MAX_REMOVALS))}
 
 
 class PromptSearch:
@@ -370,7 +371,7 @@ class PromptSearch:
             found = ReadFault.OTHER_RECORD
         if found is not ReadFault.ABSENT:
             return run._replace(why=LookupMiss.DAMAGED, detail=found)
-        if store.catalogue().lists(key):
+        if (index := Indexed.find(store)) is not None and index.lists(key):
             return run._replace(why=LookupMiss.VANISHED, detail="gone, though the index lists it")
         removed = self._removed[store]
         removal = None if removed is None else removed.get(key)

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvferry.keys import ChunkKeys
 from kvferry.store.file.store import FileStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FaultyStore, Gate
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import ChunkKey
 
 PROMPT = list(range(41))

@@ -24,7 +24,6 @@ from kvferry.contract.messages import RepairedPlan, WorkerOutput
 from kvferry.errors import TransferError
 from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import (
     CorruptingStore,
@@ -36,6 +35,7 @@ from kvferry.testing.faults import (
     zero,
 )
 from kvferry.testing.stores import read_value
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import ExtraKeys
 from tests.cache.hosts import make_groups
 from tests.simulated_host import prefix_seeds

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import FailingStore, Gate, StallingStore
+from kvferry.testing.wrappers import WrapperStore
 
 from .keeping import assert_settles, keys_of, open_store, wait_for
 

@@ -19,7 +19,7 @@ from kvferry.errors import ConfigError, Fault, FaultKind
 from kvferry.record.check import ReadFault
 from kvferry.store.base import Put
 from kvferry.store.file.store import FileStore
-from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.wrappers import WrapperStore
 from tests.cache.hosts import make_groups
 from tests.cache.pools import check_pool
 

@@ -19,8 +19,8 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import read_value
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import GroupShard, KVGroup, RankShard
 from tests.cache.keeping import wait_for, wait_indexed
 from tests.cache.windowed import group, opened, split, stored, wait_stored

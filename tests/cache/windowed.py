@@ -8,8 +8,8 @@ from typing import Any
 
 from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import KVGroup
 from tests.cache.hosts import make_shared_storage_host
 from tests.cache.keeping import wait_for

@@ -30,9 +30,9 @@ from kvferry.store.file.directory import record_path
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import ChunkKey, ExtraKeys, RequestOptions
 from tests.cache.conftest import make_host
 from tests.cache.deciding.test_audits import be_another_model, settled_run

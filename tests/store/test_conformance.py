@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import settings
 
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import (
     ScanTests,
     StoreTests,
     store_machine,
 )
+from kvferry.testing.wrappers import WrapperStore
 from tests.store.memory_hooks import MemoryHooks
 
 

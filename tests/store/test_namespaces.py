@@ -23,9 +23,9 @@ from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tier import Unopened
 from kvferry.store.tiers.tiered import TieredStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import Gate
 from kvferry.testing.stores.hooks import make_key, wait_until
+from kvferry.testing.wrappers import WrapperStore
 from tests.store.servers.remote_client import DictClient
 
 FIRST, LATER = b"1" * 32, b"2" * 32

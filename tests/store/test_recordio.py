@@ -12,9 +12,9 @@ from kvferry.record.schema import RowRange, leaf_digests
 from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, put_record, read_record
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, FailingStore, truncate
 from kvferry.testing.stores import read_value
+from kvferry.testing.wrappers import WrapperStore
 from tests.record.samples import KEY, schema_of
 
 SCHEMA = schema_of([(3, 6, 128, "float32", None)], 128)  # rows of 64 KiB

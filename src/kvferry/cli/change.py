@@ -33,8 +33,10 @@ from kvferry.config import format_size
 from kvferry.errors import ConfigError
 from kvferry.store import maintenance
 from kvferry.store.base import Store
-from kvferry.store.catalogue import GcReport, too_many_pins
+from kvferry.store.catalogue import GcReport, Indexed, too_many_pins
 from kvferry.store.kind import shown_url
+
+_CANNOT_PIN = "cannot pin; a directory can"
 
 
 @choosing
@@ -177,9 +179,8 @@ def pin(
         if dry_run:
             num_records = _count_pins(store, choice, ends)
         else:
-            num_records = store.catalogue().pin(
-                (entry.key for entry in chosen(store, choice)), ends
-            )
+            index = Indexed.of(store, _CANNOT_PIN)
+            num_records = index.pin((entry.key for entry in chosen(store, choice)), ends)
         why = "" if num_records else why_nothing(store, choice)
     is_over = ends <= time.time()
     done = "unpinned" if is_over else f"pinned for {(ends - time.time()) / 3600:.1f} h"
@@ -194,7 +195,7 @@ def _count_pins(store: Store, choice: Choice, ends: float) -> int:
     """Count what `Store.pin` would pin or unpin; raises as it does, except for a right to write."""
     max_bytes = store.stat().max_bytes
     if max_bytes is None:
-        return store.catalogue().pin((), ends)  # raises: no quota, or a server
+        return Indexed.of(store, _CANNOT_PIN).pin((), ends)  # raises: no quota, or a server
     sizes = {entry.key: entry.stored_bytes for entry in chosen(store, choice)}
     if ends > time.time():
         pinned = {

@@ -41,7 +41,7 @@ from kvferry.record.schema import LEAF_BYTES
 from kvferry.report.gather import causes
 from kvferry.store import maintenance
 from kvferry.store.base import Store
-from kvferry.store.catalogue import Entry, Removal
+from kvferry.store.catalogue import Entry, Indexed, Removal
 from kvferry.store.kind import shown_url
 from kvferry.survey import Holding, survey
 from kvferry.types import FORMAT_VERSION
@@ -142,9 +142,9 @@ def _list(store: Store, sort: Order, limit: int) -> tuple[list[JsonRow], JsonRow
         heads = (_Listed.of(store, entry) for entry in every())
         listed = heapq.nsmallest(limit, heads, key=lambda each: each.place)
     else:
-        try:
-            chosen, num_records = list(store.catalogue().recent(limit)), store.stat().num_records
-        except StoreError:  # the store does not know which were used last
+        if (index := Indexed.find(store)) is not None:
+            chosen, num_records = list(index.recent(limit)), store.stat().num_records
+        else:
             chosen = heapq.nlargest(limit, every(), lambda each: each.last_used)
         listed = [_Listed.of(store, entry) for entry in chosen]
     found = survey(store, (each.namespace for each in listed))
@@ -155,10 +155,8 @@ def _list(store: Store, sort: Order, limit: int) -> tuple[list[JsonRow], JsonRow
 
 
 def _removals(store: Store, limit: int) -> list[Removal]:
-    removals = store.catalogue().removals(limit)
-    if removals is None:
-        raise ConfigError(f"{store.url} does not remember what was removed; a directory does")
-    return removals
+    index = Indexed.of(store, "does not remember what was removed; a directory does")
+    return index.removals(limit)
 
 
 def _show_records(
@@ -268,7 +266,8 @@ def count_all(url: str) -> tuple[JsonRow, list[RenderableType]]:
 
     def look(store: Store) -> tuple[list[Holding], JsonRow, list[Removal]]:
         counts = namespaces(store)
-        removals = store.catalogue().removals(sys.maxsize) or []
+        index = Indexed.find(store)
+        removals = [] if index is None else index.removals(sys.maxsize)
         return survey(store, counts, counts), dict(store.catalogue().facts()), removals
 
     found, facts, removals = query_store(url, look)

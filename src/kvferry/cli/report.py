@@ -25,6 +25,7 @@ from kvferry.journal import journal_lines
 from kvferry.report.gather import RecordedRequests, Survey
 from kvferry.report.page import MAX_ROWS, Report, render
 from kvferry.store.base import Store
+from kvferry.store.catalogue import Indexed
 from kvferry.store.kind import shown_url
 from kvferry.survey import survey
 
@@ -69,7 +70,7 @@ def report(
 def _gather(store: Store, url: str, requests: RecordedRequests | None, bar: Progress) -> Report:
     chunks = {} if requests is None else requests.chunks()
     sums = Survey(chunks, time.time())
-    total = store.stat().num_records or None
+    total, index = store.stat().num_records or None, Indexed.find(store)
     for entry in bar.track(
         entries(store, store.catalogue().scan()), total, description="reading records"
     ):
@@ -83,6 +84,6 @@ def _gather(store: Store, url: str, requests: RecordedRequests | None, bar: Prog
         spaces=spaces,
         holdings={each.digest: each for each in survey(store, list(spaces)[:MAX_ROWS], shown)},
         runs=sums.runs(),
-        removals=store.catalogue().removals(MAX_REMOVALS),
+        removals=None if index is None else index.removals(MAX_REMOVALS),
         requests=requests,
     )

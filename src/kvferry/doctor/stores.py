@@ -26,7 +26,7 @@ from kvferry.keys import JsonValue, ModelIdentity, Namespace
 from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import Store, Where
-from kvferry.store.catalogue import Entry, StoredBytes
+from kvferry.store.catalogue import Entry, Indexed, StoredBytes
 from kvferry.store.faults import Calls, fault_kind
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening, StoreUrl, shown_url
@@ -199,10 +199,11 @@ def _check_records(store: Store, report: StoreReport) -> None:
     wrong = [fault for fault in found.values() if isinstance(fault, ReadFault)]
     if wrong := [fault for fault in wrong if fault is not ReadFault.ABSENT]:
         report.add(Problem.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
-    removals = store.catalogue().removals(sys.maxsize)
+    index = Indexed.find(store)
     # Another machine has an index of its own, so what it evicts is gone without a reason here.
-    if removals is None or report.facts["shared_by_machines"]:
+    if index is None or report.facts["shared_by_machines"]:
         return
+    removals = index.removals(sys.maxsize)
     since = time.time() - LATELY_SECONDS
     gone = absent | {each.key for each in removals if each.at > since}
     # One that kvferry removes may look as if it had vanished, too, to a process that compares then.

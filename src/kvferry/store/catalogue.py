@@ -3,15 +3,19 @@
 `Store.catalogue` hands it out, or says why there is none: several stores have one each, a peer has
 none. All calls may be slow. The catalogue of a closed store finds nothing; its `gc` and `pin` may
 raise StoreError.
+
+What not every store can do is an ability: a subclass of `Catalogue` with abstract methods, from
+which the catalogues that have it inherit, and which commands ask for by type (`find`, `of`). So
+nothing in between, such as tiers, knows of it, and no store answers for what it lacks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, NewType, Self
+from typing import NamedTuple, NewType, Protocol, Self
 
-from kvferry.errors import ConfigError, ContractError
+from kvferry.errors import ConfigError, ContractError, FaultKind, StoreError
 from kvferry.types import ChunkKey
 
 StoredBytes = NewType("StoredBytes", int)
@@ -72,12 +76,32 @@ class Contract:
         return super().__new__(cls)
 
 
+class HasCatalogue(Protocol):
+    """A `Store`."""
+
+    url: str
+
+    def catalogue(self) -> Catalogue: ...
+
+
 class Catalogue(Contract, ABC):
     """The values of one store, and what it knows of them. Thread-safe, as the store is."""
 
-    @abstractmethod
-    def lists(self, key: ChunkKey) -> bool:
-        """Whether an index on the medium lists `key`, whose value may be gone. Raises as `scan`."""
+    @classmethod
+    def find(cls, store: HasCatalogue) -> Self | None:
+        """Return the catalogue of a store; None if it does not have the ability that this class is.
+        Raises StoreError if there is none now."""
+        found = store.catalogue()
+        return found if isinstance(found, cls) else None
+
+    @classmethod
+    def of(cls, store: HasCatalogue, lacks: str) -> Self:
+        """As `find`, but where the ability is missing, raise a StoreError that says so: the URL,
+        and `lacks`."""
+        found = cls.find(store)
+        if found is None:
+            raise StoreError(FaultKind.UNUSABLE, f"{store.url} {lacks}")
+        return found
 
     @abstractmethod
     def scan(self) -> Iterator[Entry]:
@@ -90,11 +114,6 @@ class Catalogue(Contract, ABC):
         """Yield every value that the medium lists, also those that an index does not know. Size and
         last use are 0 where only the index knows them. Raises as `scan`."""
         return self.scan()
-
-    @abstractmethod
-    def recent(self, limit: int) -> Iterator[Entry]:
-        """Yield up to `limit` values, the most recently used first, without listing all. Raises
-        as `scan`, and where the store does not know which were used last."""
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """Number of values and of their stored bytes by namespace. Empty bytes stand for a
@@ -121,11 +140,6 @@ class Catalogue(Contract, ABC):
         the store keeps none. A given `text` replaces it. The text is untrusted. Never raises."""
 
     @abstractmethod
-    def removals(self, limit: int) -> list[Removal] | None:
-        """The last `limit` removals, newest first; None where the store remembers none. Raises
-        StoreError if the medium failed."""
-
-    @abstractmethod
     def facts(self) -> dict[str, int | bool | None]:
         """Facts about the store for people to read, by name."""
 
@@ -138,6 +152,23 @@ class Catalogue(Contract, ABC):
             ConfigError: the store does not know when its values were used.
             StoreError: the store cannot be changed by commands, or the medium failed.
         """
+
+
+class Indexed(Catalogue):
+    """The ability of a store with an index on its medium: it knows what was used and removed."""
+
+    @abstractmethod
+    def lists(self, key: ChunkKey) -> bool:
+        """Whether the index lists `key`, whose value may be gone. Raises as `scan`."""
+
+    @abstractmethod
+    def recent(self, limit: int) -> Iterator[Entry]:
+        """Yield up to `limit` values, the most recently used first, without listing all. Raises
+        as `scan`."""
+
+    @abstractmethod
+    def removals(self, limit: int) -> list[Removal]:
+        """The last `limit` removals, newest first. Raises StoreError if the medium failed."""
 
     @abstractmethod
     def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
@@ -154,5 +185,5 @@ class Catalogue(Contract, ABC):
         Raises:
             ConfigError: the store has no quota, or more would be pinned than may be; the keys
                 before that stay pinned.
-            StoreError: the store cannot pin, cannot be changed, or the medium failed.
+            StoreError: the store cannot be changed, or the medium failed.
         """

@@ -31,7 +31,7 @@ from kvferry.store.base import (
     StoreStat,
     Where,
 )
-from kvferry.store.catalogue import Catalogue, Entry, GcReport, Removal, StoredBytes
+from kvferry.store.catalogue import Catalogue, Entry, GcReport, StoredBytes
 from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.types import ChunkKey
 
@@ -224,13 +224,10 @@ class MemoryStore(SingleStore):
 
 
 class MemoryCatalogue(Catalogue):
-    """What a `MemoryStore` lists. It keeps no texts, and no list of what it removed."""
+    """What a `MemoryStore` lists. It keeps no texts."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
-
-    def lists(self, key: ChunkKey) -> bool:
-        return False
 
     def scan(self) -> Iterator[Entry]:
         values = self._store.values()
@@ -238,17 +235,10 @@ class MemoryCatalogue(Catalogue):
             Entry(key, StoredBytes(len(value.content)), value.last_used) for key, value in values
         )
 
-    def recent(self, limit: int) -> Iterator[Entry]:
-        said = f"{self._store.url} does not know which values were used last"
-        raise StoreError(FaultKind.UNLISTED, said)
-
     def description(self, namespace: bytes) -> str | None:
         return None
 
     def notice(self, text: str | None = None) -> str | None:
-        return None
-
-    def removals(self, limit: int) -> list[Removal] | None:
         return None
 
     def facts(self) -> dict[str, int | bool | None]:
@@ -256,10 +246,6 @@ class MemoryCatalogue(Catalogue):
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         said = f"{self._store.url} cannot be made smaller by a command"
-        raise StoreError(FaultKind.UNUSABLE, said)
-
-    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
-        said = f"{self._store.url} cannot pin; a directory can"
         raise StoreError(FaultKind.UNUSABLE, said)
 
 

@@ -23,7 +23,7 @@ from kvferry.store.base import (
     Store,
 )
 from kvferry.store.memory import copy_ranges
-from kvferry.store.wrappers import WrapperStore
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import ChunkKey
 
 Operation = Literal["read", "put", "delete", "discard"]

@@ -19,8 +19,8 @@ from kvferry.errors import FaultKind, StoreError
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import Where
 from kvferry.store.memory import MemoryStore, copy_ranges
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import flip_bit
+from kvferry.testing.wrappers import WrapperStore
 from tests.adapters.sglang import host
 from tests.adapters.sglang.conftest import Attach
 from tests.adapters.sglang.host import HostPool, chain

@@ -21,9 +21,9 @@ from kvferry.observe import Counters
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import CLOSED, PutResult, Where
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, StallingStore, flip_bit
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.wrappers import WrapperStore
 
 ROW_BYTES = 1000
 NUM_ROWS = 8

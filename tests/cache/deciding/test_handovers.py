@@ -19,9 +19,9 @@ from kvferry.contract.spec import Mode
 from kvferry.store.base import PutResult, Where
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import ExtraKeys, KVGroup
 from tests.cache.keeping import open_store
 from tests.contract.test_handover import ANY_PARAMS

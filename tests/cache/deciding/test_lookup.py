@@ -7,8 +7,8 @@ from typing import Any
 from kvferry.cache.deciding.search import Asking, Fetching, Settled
 from kvferry.contract.messages import LookupMiss
 from kvferry.store.base import ASK_SECONDS, Where
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import ChunkKey
 from tests.cache.keeping import PROMPT, open_store
 

@@ -26,8 +26,8 @@ from kvferry.record.check import ReadFault
 from kvferry.store.base import PutResult
 from kvferry.store.io_pool import IOPool
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.wrappers import WrapperStore
 from tests.cache.hosts import make_shared_storage_host
 from tests.cache.moving.device_host import (
     CHUNK,

@@ -21,10 +21,10 @@ from kvferry.store.servers.peer import MAX_WRONG, PeerStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.url import open_one, open_store
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import CorruptingStore, flip_bit
 from kvferry.testing.stores import ProbeTests, RemoteStoreTests, make_key, make_value, read_value
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.transfer.base import Bounds, KeyState
 from kvferry.transfer.server import Listen, PeerServer
 from kvferry.types import KVGroup

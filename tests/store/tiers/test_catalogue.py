@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.record.check import ReadFault
-from kvferry.store.catalogue import Catalogue
+from kvferry.store.catalogue import Catalogue, Indexed
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.maintenance import clear, inspect, verify
@@ -54,20 +54,24 @@ def keys(entries):
     return sorted((each.namespace, each.key, each.stored_bytes) for each in entries)
 
 
+def index(store):
+    return Indexed.of(store, "has no index")
+
+
 ASKED = {
     "in_namespace": lambda store: store.in_namespace(THERE).read(make_key(THERE[0]), ()),
-    "lists": lambda store: store.catalogue().lists(make_key(HERE[0])),
+    "lists": lambda store: index(store).lists(make_key(HERE[0])),
     "scan": lambda store: keys(store.catalogue().scan()),
     "stored": lambda store: keys(store.catalogue().stored()),
-    "recent": lambda store: keys(store.catalogue().recent(1)),
+    "recent": lambda store: keys(index(store).recent(1)),
     "namespaces": lambda store: store.catalogue().namespaces(),
     "described": lambda store: sorted(store.catalogue().described()),
     "description": lambda store: store.catalogue().description(THERE),
     "notice": lambda store: store.catalogue().notice("{}"),
-    "removals": lambda store: store.catalogue().removals(9),
+    "removals": lambda store: index(store).removals(9),
     "facts": lambda store: store.catalogue().facts(),
     "gc": lambda store: store.catalogue().gc(0),
-    "pin": lambda store: store.catalogue().pin([make_key(HERE[0])], 1.0, by_client=True),
+    "pin": lambda store: index(store).pin([make_key(HERE[0])], 1.0, by_client=True),
 }
 
 
@@ -96,8 +100,8 @@ def test_a_single_tier_answers_as_its_store_does(remote, tmp_path, kind, ask):
 
 
 def test_every_method_of_a_catalogue_stands_in_the_table():
-    methods = {name for name in vars(Catalogue) if not name.startswith("_")}
-    assert methods == ASKED.keys() - {"in_namespace"}
+    names = {name for of in (Catalogue, Indexed) for name in vars(of) if name[0] != "_"}
+    assert names - {"find", "of"} == ASKED.keys() - {"in_namespace"}
 
 
 def test_a_single_tier_that_is_away_says_so(tiered):

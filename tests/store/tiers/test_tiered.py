@@ -19,7 +19,6 @@ from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Health, Patience
 from kvferry.store.tiers.tier import Tier, Unopened
 from kvferry.store.tiers.tiered import TieredStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import INJECTED, FailingStore, Gate, StallingStore
 from kvferry.testing.stores import (
@@ -30,6 +29,7 @@ from kvferry.testing.stores import (
     read_value,
 )
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.wrappers import WrapperStore
 from tests.store.servers.remote_client import DictClient
 
 SPACE = b"n" * 32

@@ -16,9 +16,9 @@ from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import put_record, value_check
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.wrappers import WrapperStore
 from tests.record.samples import schema_of
 from tests.store.servers.remote_client import DictClient
 

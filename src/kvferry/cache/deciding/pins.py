@@ -7,9 +7,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvferry.errors import ConfigError, Fault, StoreError
+from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
+from kvferry.store.catalogue import Indexed
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -46,9 +47,9 @@ class RequestPins:
                 return
             is_pinned = False
             for found in self._store.catalogues():
-                # A tier cannot pin, or clients have pinned enough there.
+                # A tier cannot be changed, or clients have pinned enough there.
                 with suppress(ConfigError, StoreError):
-                    if not isinstance(found, Fault):
+                    if isinstance(found, Indexed):
                         found.pin(keys, until, by_client=True)
                         is_pinned = True
             if not is_pinned:

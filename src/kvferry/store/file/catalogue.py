@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.store.base import CLOSED, StoreStat
-from kvferry.store.catalogue import Catalogue, Entry, GcReport, Removal, StoredBytes
+from kvferry.store.catalogue import Entry, GcReport, Indexed, Removal, StoredBytes
 from kvferry.store.faults import Faults
 from kvferry.store.file.directory import NOTICE, NUM_SHARDS, Directory
 from kvferry.store.file.index import NO_QUOTA, Index
@@ -42,7 +42,7 @@ class OpenDirectory(Protocol):
     def stat(self) -> StoreStat: ...
 
 
-class FileCatalogue(Catalogue):
+class FileCatalogue(Indexed):
     """The catalogue of a `FileStore`.
 
     Args:

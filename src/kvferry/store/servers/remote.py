@@ -10,7 +10,7 @@ import copy
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from kvferry.store.base import (
     RecordBytes,
     Where,
 )
-from kvferry.store.catalogue import Catalogue, Contract, Entry, GcReport, Removal, StoredBytes
+from kvferry.store.catalogue import Catalogue, Contract, Entry, GcReport, StoredBytes
 from kvferry.store.faults import Calls, Faults, Guard, checked, is_size
 from kvferry.store.io_pool import IOPool
 from kvferry.store.kind import Opening, ServerBounds, StoreUrl
@@ -365,15 +365,8 @@ class RemoteCatalogue(Catalogue):
         self._prefix = prefix
         self._texts = texts
 
-    def lists(self, key: ChunkKey) -> bool:
-        return False
-
     def scan(self) -> Iterator[Entry]:
         return (entry for entry in self._scan() if entry.key)
-
-    def recent(self, limit: int) -> Iterator[Entry]:
-        said = f"{self._store.url} does not know which values were used last"
-        raise StoreError(FaultKind.UNLISTED, said)
 
     def namespaces(self) -> dict[bytes, tuple[int, int]]:
         """See `Catalogue.namespaces`. Includes namespaces that have only a description left."""
@@ -412,18 +405,11 @@ class RemoteCatalogue(Catalogue):
                 self._texts.write(_NOTICE, text)
         return text
 
-    def removals(self, limit: int) -> list[Removal] | None:
-        return None
-
     def facts(self) -> dict[str, int | bool | None]:
         return {} if self._store.is_closed else self._client.facts()
 
     def gc(self, max_bytes: int | None = None, older_than_seconds: float | None = None) -> GcReport:
         return shrink(self._store, max_bytes, older_than_seconds)
-
-    def pin(self, keys: Iterable[ChunkKey], until: float, *, by_client: bool = False) -> int:
-        said = f"{self._store.url} cannot pin; a directory can"
-        raise StoreError(FaultKind.UNUSABLE, said)
 
 
 def open_remote(url: StoreUrl, client: RemoteClient, opening: Opening) -> RemoteStore:

@@ -5,9 +5,9 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.store.base import Store
 from kvferry.store.memory import MemoryStore
-from kvferry.store.wrappers import WrapperStore
 from kvferry.testing.faults import FailingStore
 from kvferry.testing.stores import make_key
+from kvferry.testing.wrappers import WrapperStore
 
 OF_EACH = {"check_medium", "put_all", "values_per_put", "catalogue"}
 """What follows from other calls: a wrapper that changes `put` changes it for values that are put
