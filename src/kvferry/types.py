@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple, NewType, Protocol, runtime_checkable
 
@@ -189,6 +189,26 @@ class ScheduledRequest(Protocol):
 
     @property
     def num_scheduled_tokens(self) -> int: ...
+
+
+class OfferedState(NamedTuple):
+    """A recurrent state of a request that stands in the host's blocks at the end of a step."""
+
+    num_tokens: int
+    """After so many tokens."""
+    blocks: Mapping[int, int]
+    """By block table, the block that has it. A host moves states, so no later step finds it
+    there."""
+    is_kept: bool
+    """Whether the host keeps it for other requests, too; else a step just happens to end there."""
+
+
+class StatefulRequest(ScheduledRequest, Protocol):
+    """As `ScheduledRequest`, of a host whose `EngineSpec.states` is set."""
+
+    @property
+    def states(self) -> Sequence[OfferedState]:
+        """What this step leaves behind; each is after whole blocks."""
 
 
 class StepView(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.contract.asynchronous import AsyncPromises, AsyncReports
 from kvferry.contract.messages import (
     ASK_AGAIN,
     EMPTY_OUTPUT,
@@ -16,7 +17,6 @@ from kvferry.contract.messages import (
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
-from kvferry.v1.asynchronous import AsyncPromises, AsyncReports
 
 
 class DictPlan(Plan, frozen=True, kw_only=True):

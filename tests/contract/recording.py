@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from kvferry.contract.asynchronous import AsyncReports
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
-from kvferry.v1.asynchronous import AsyncReports
 
 
 class LoadPlan(Plan, frozen=True, kw_only=True):

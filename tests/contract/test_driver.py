@@ -7,12 +7,12 @@ import logging
 import numpy as np
 import pytest
 
+from kvferry.contract.asynchronous import REMEMBERED_REQUESTS
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.promises import Reports
 from kvferry.errors import ContractError
 from kvferry.observe import Counters
-from kvferry.v1.asynchronous import REMEMBERED_REQUESTS
 from tests.contract.recording import LoadPlan, RecordingLayerwiseWorker, RecordingWorker
 
 NORMAL_STEP = ["begin_step", "start_load", "save", "collect", "end_step"]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.contract import guard_scheduler
+from kvferry.contract import asynchronous, guard_scheduler
+from kvferry.contract.asynchronous import AsyncPromises, AsyncRepairedPlan, AsyncReports
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import (
     ASK_AGAIN,
@@ -26,8 +27,6 @@ from kvferry.contract.messages import (
 from kvferry.contract.promises import Promises, Reports
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.observe import Counters
-from kvferry.v1 import asynchronous
-from kvferry.v1.asynchronous import AsyncPromises, AsyncRepairedPlan, AsyncReports
 from tests.contract.dict_roles import (
     SCHEDULER_HOOKS,
     WORKER_HOOKS,

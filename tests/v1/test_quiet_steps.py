@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.contract.asynchronous import AsyncPromises
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.messages import LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.worker import IDLE_WAIT_SECONDS
 from kvferry.observe import Counters
-from kvferry.v1.asynchronous import AsyncPromises
 from kvferry.v1.facade import RolesAsV1
 from kvferry.v1.types import KVConnectorOutput, KVConnectorRole, PlanMetadata
 from tests.contract.recording import RecordingWorker

@@ -50,6 +50,12 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     stop: int
     blocks: tuple[BlockSlice, ...]
 
+    @property
+    def is_async(self) -> bool:
+        """Whether the host gives the request no tokens before it hears of the load's end. It moves
+        a state before the loads of the same step, so one with a state must come before that."""
+        return any(chunk.part >= 0 for chunk in self.chunks)
+
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
     """Copy one whole chunk from blocks into its slot and hash it. A rank that holds whole records
@@ -96,8 +102,12 @@ class CachePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Namespace digest that a rank must have begun with: another one reads and saves nothing."""
 
     def filled_blocks(self) -> frozenset[int]:
-        filled = {block for load in self.loads for part in load.blocks for block in part.ids}
+        sync = [load for load in self.loads if not load.is_async]
+        filled = {block for load in sync for part in load.blocks for block in part.ids}
         return frozenset(filled - {NULL_BLOCK})
+
+    def started_loads(self) -> frozenset[str]:
+        return frozenset(load.request_id for load in self.loads if load.is_async)
 
 
 EMPTY_PLAN = CachePlan()

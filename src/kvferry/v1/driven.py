@@ -15,13 +15,13 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from kvferry.contract.asynchronous import AsyncPromises, AsyncReports
 from kvferry.contract.messages import FinishResult, LookupResult, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import Roles
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ConfigError, ContractError, LayoutError
 from kvferry.types import NULL_BLOCK, BlockTable, RequestView, StepView
-from kvferry.v1.asynchronous import AsyncPromises, AsyncReports
 from kvferry.v1.base import KVConnectorBase_V1
 from kvferry.v1.types import (
     AttentionMetadata,

@@ -16,13 +16,16 @@ import msgspec
 from kvferry.config import printable
 from kvferry.contract.handover import read_handover, read_options
 from kvferry.contract.messages import LookupMiss
+from kvferry.contract.spec import StateSpec
 from kvferry.errors import ConfigError
 from kvferry.types import (
     DEFAULT_OPTIONS,
     NO_EXTRA_KEYS,
+    NULL_BLOCK,
     ExtraKeys,
     Handover,
     MultimodalItem,
+    OfferedState,
     RequestOptions,
     StepView,
 )
@@ -101,6 +104,12 @@ class HostRequestView:
     def num_prompt_tokens(self) -> int:
         return self.request.num_prompt_tokens
 
+    def keep_state_after(self, num_tokens: int) -> None:
+        """See `kvferry.types.SupportsJunction`; without effect on hosts that keep no states."""
+        known = getattr(self.request, "shared_prefix_boundary", None)
+        if isinstance(known, int):
+            cast("Any", self.request).shared_prefix_boundary = max(known, num_tokens)
+
 
 class ScheduledView(NamedTuple):
     """One request in one step, as `kvferry.types.ScheduledRequest` describes it."""
@@ -109,6 +118,7 @@ class ScheduledView(NamedTuple):
     block_ids: tuple[Sequence[int], ...]
     num_computed_tokens: int
     num_scheduled_tokens: int
+    states: Sequence[OfferedState] = ()
 
 
 class UnreadableStep:
@@ -138,6 +148,7 @@ class HostRequests:
         drafts: whether the host decodes speculatively. vLLM 0.32 then keeps the KV of drafts behind
             a stop token as that of a session's next piece, so sessions that grow are not cached.
         loads: False: nothing is loaded for any request, whatever it asks for.
+        states: the recurrent states of its model, if it has any.
 
     Attributes:
         client_options: names of the `RequestOptions` that clients may use. Others have no effect.
@@ -154,7 +165,9 @@ class HostRequests:
         hands_over: bool = True,
         drafts: bool = False,
         loads: bool = True,
+        states: StateSpec | None = None,
     ) -> None:
+        self._states = states
         self._hands_over = hands_over
         self._drafts = drafts
         self._loads = loads
@@ -249,9 +262,10 @@ class HostRequests:
         table = [list(group) for group in block_ids]
         known = view.table
         if known is not None and num_external_tokens == 0 and len(known) == len(table):
+            moved = [] if self._states is None else [part.table for part in self._states.tables]
             table = [
-                new if new[: len(old)] == old else old + new
-                for old, new in zip(known, table, strict=True)
+                new if new[: len(old)] == old or number in moved else old + new
+                for number, (old, new) in enumerate(zip(known, table, strict=True))
             ]
         view.table = table
         return tuple(table)
@@ -303,7 +317,12 @@ class HostRequests:
                 self._follow(view)
             self._check_adapter(view)
             num_tokens = output.num_scheduled_tokens[request_id]
-            scheduled.append(ScheduledView(view, tuple(view.table), num_computed, num_tokens))
+            states: Sequence[OfferedState] = ()
+            if self._states is not None:
+                stop = num_computed + num_tokens
+                states = states_in_step(output, request_id, stop, self._states)
+            step = ScheduledView(view, tuple(view.table), num_computed, num_tokens, states)
+            scheduled.append(step)
         return V1Step(scheduled, preempted, output.finished_req_ids)
 
     def _give_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
@@ -312,6 +331,37 @@ class HostRequests:
             logger.warning("%r is scheduled, and was never shown: not cached", request_id)
         else:
             view.table = [list(group) for group in block_ids]
+
+
+def states_in_step(
+    output: Any,  # noqa: ANN401 - a host's object
+    request_id: str,
+    stop: int,
+    spec: StateSpec,
+) -> list[OfferedState]:
+    """Return the states of a request that stand in blocks when a step has computed the tokens up to
+    `stop`, each with a block of every table: those that vLLM hands off (since 0.29), and the last
+    one, if a block ends there. Which blocks, vLLM says in each step: it moves states and copies
+    blocks, so neither an earlier step nor a position in an earlier table tells."""
+    in_blocks = output.kv_connector_block_state
+    if in_blocks is None:
+        return []
+    tables, size = [part.table for part in spec.tables], spec.block_size
+    found: dict[int, dict[int, int]] = {}
+    for table, block, num_tokens in in_blocks.boundary_state_offloads.get(request_id, ()):
+        found.setdefault(num_tokens, {})[table] = block
+    kept = frozenset(found)
+    # The tokens of drafts may be taken back, so a step with drafts ends nowhere.
+    if stop % size == 0 and not output.scheduled_spec_decode_tokens.get(request_id):
+        known = in_blocks.get_block_ids(request_id)
+        if stop not in found and known is not None:
+            found[stop] = {table: known[table][stop // size - 1] for table in tables}
+    return [
+        OfferedState(num_tokens, blocks, is_kept=num_tokens in kept)
+        for num_tokens, blocks in found.items()
+        if num_tokens % size == 0
+        and all(blocks.get(table, NULL_BLOCK) != NULL_BLOCK for table in tables)
+    ]
 
 
 def only_continues(output: Any) -> bool:  # noqa: ANN401 - a host's object
@@ -323,9 +373,16 @@ def only_continues(output: Any) -> bool:  # noqa: ANN401 - a host's object
             or output.finished_req_ids
             or getattr(output, "preempted_req_ids", None)
             or any(cached.new_block_ids)  # resumed requests have new blocks, too
+            or _offers_states(output)
         )
     except (AttributeError, TypeError):  # in no known spelling
         return False
+
+
+def _offers_states(output: Any) -> bool:  # noqa: ANN401 - a host's object
+    """Whether a step hands off recurrent states; it may be one without new blocks."""
+    in_blocks = getattr(output, "kv_connector_block_state", None)
+    return bool(getattr(in_blocks, "boundary_state_offloads", None))
 
 
 def needs_all_tokens(request: object) -> bool:

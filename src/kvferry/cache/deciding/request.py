@@ -36,6 +36,7 @@ class Request:
     saves_blocked: bool = False  # a load failed on blocks that it may share, and it still has them
     is_saving: bool = False  # whether later steps of it may bring saves
     next_save: int = 0  # chunks before it are stored, on their way, or not to be saved
+    last_state: int = 0  # after so many tokens its last state is that was loaded, saved or stored
     is_erased: bool = False  # by a command, while it ran: nothing more of it is stored
     lacks_slot: bool = False  # the host pool has no slot for the next chunk to save
     handover: HandoverPlan = NO_HANDOVER
@@ -61,7 +62,7 @@ class Request:
         self.end_search()
         self.is_saving = False
         self.keys, self.inputs = keys, inputs
-        self.probed_at = None
+        self.probed_at, self.last_state = None, 0
 
     def queue(self) -> None:
         """Its chunks are fetched when its turn comes, after all that wait already."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import cast
 
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Announcer
@@ -26,13 +27,20 @@ from kvferry.cache.messages import (
 )
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ContractError, Fault
+from kvferry.keys import state_key, state_keys
 from kvferry.record.check import ReadFault
 from kvferry.store.base import (
     HERE,
     PutResult,
 )
 from kvferry.store.recordio import NOT_FINITE
-from kvferry.types import ChunkKey, RequestView, ScheduledRequest
+from kvferry.types import (
+    ChunkKey,
+    OfferedState,
+    RequestView,
+    ScheduledRequest,
+    StatefulRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +111,8 @@ class Saves:
                 self._context.observer.count("save_refused")
                 request.is_saving = False
         if saves and self.announcer is not None:
-            self.announcer.planned(saves, running)
+            chunks = [save for save in saves if save.chunk.part < 0]
+            self.announcer.planned(chunks, running)
         return tuple(saves)
 
     @property
@@ -132,6 +141,8 @@ class Saves:
                 return
         whole = min(computed, limit) // chunk_tokens
         keys = request.keys.keys
+        if self._context.states is not None:
+            self._plan_states(cast("StatefulRequest", item), request, whole, saves)
         while request.next_save < whole:
             key = keys[request.next_save]
             if self._part_of(view, request.next_save, key) is not None:
@@ -143,6 +154,73 @@ class Saves:
                 return  # offered again in the next step of this request
             request.next_save += 1
         request.lacks_slot = False
+
+    def _plan_states(
+        self, item: StatefulRequest, request: Request, whole: int, saves: list[Save]
+    ) -> None:
+        """Add to `saves` the states that this step leaves after some of the `whole` first chunks
+        and that are wanted. What is not copied now is gone.
+
+        A host keeps few states: at the end of a prompt, and where prompts part. Of the others, one
+        is saved where the KV since the last one has as many bytes, so that states take no more
+        room than KV.
+        """
+        states, size = self._context.states, self._context.chunk_tokens
+        assert states is not None
+        for state in sorted(item.states, key=lambda state: state.num_tokens):
+            number = state.num_tokens // size - 1
+            if state.num_tokens % size or not states.is_behind(number) or not 0 <= number < whole:
+                continue
+            is_far = state.num_tokens - request.last_state >= states.num_parts * size
+            chunk = request.keys.keys[number]
+            is_wanted = state.is_kept or is_far
+            if not is_wanted or self._part_of(item.request, number, chunk) is not None:
+                continue
+            keys = state_keys(chunk, states.num_parts)
+            lacking = [part for part, key in enumerate(keys) if not self.has(key, request)]
+            if lacking and not self._plan_state(item, request, state, lacking, saves):
+                self._context.observer.count("save_no_slot")
+            else:
+                request.last_state = state.num_tokens
+
+    def _plan_state(
+        self,
+        item: ScheduledRequest,
+        request: Request,
+        state: OfferedState,
+        lacking: Sequence[int],
+        saves: list[Save],
+    ) -> bool:
+        """Have the lacking parts of a state saved, all or none; False if there are no slots."""
+        pool, keys = self._pool, request.keys
+        if len(lacking) > min(pool.num_savable, pool.num_slots - pool.num_taken):
+            return False
+        blocks = self._context.tables.state_slices(state.blocks, len(item.block_ids))
+        chunk = keys.keys[state.num_tokens // keys.chunk_tokens - 1]
+        for part in lacking:
+            slot = pool.save(state_key(chunk, part), state.num_tokens, keys.mark, part)
+            if slot is None:  # one of the others is lent
+                return False
+            if not self._is_alone:
+                self.shared_writes.begin(slot, self._requests.namespace)
+            saved = SlotChunk(slot.index, slot.key, state.num_tokens, slot.mark, part)
+            saves.append(Save(saved, blocks))
+        self._context.observer.count("states_saved")
+        return True
+
+    def with_states(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        """Return the keys of a prompt's chunks, and of the states behind them that are known."""
+        states = self._context.states
+        if states is None:
+            return keys
+        behind = [key for number, key in enumerate(keys) if states.is_behind(number)]
+        found = [
+            part
+            for key in behind
+            if self._pool.find(first := state_key(key, 0)) or self._is_stored(first)
+            for part in state_keys(key, states.num_parts)
+        ]
+        return [*keys, *found]
 
     def _find_parts(self, running: Iterable[tuple[ScheduledRequest, Request]]) -> None:
         """Learn which chunks are wrong because a step ends in an item. A host has it end there

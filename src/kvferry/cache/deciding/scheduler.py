@@ -42,6 +42,7 @@ from kvferry.cache.messages import (
     RankReport,
     Save,
 )
+from kvferry.contract.asynchronous import NamedPromises
 from kvferry.contract.messages import (
     ASK_AGAIN,
     FREE_NOW,
@@ -102,6 +103,8 @@ class CacheScheduler(SchedulerRole):
         shared_writes: SharedWrites,
     ) -> None:
         config, spec = context.config, context.spec
+        if context.states is not None:
+            self.rules = NamedPromises
         self.context = context
         self.pool = pool
         self.policy = LoadPolicy(config.load_timeout_seconds, context.clock)
@@ -274,13 +277,17 @@ class CacheScheduler(SchedulerRole):
         load, stop = None, search.num_local
         if num_external_tokens > 0:
             hit = search.hit
-            if hit is None or num_external_tokens > hit.stop - hit.start:
+            promised = 0 if hit is None else hit.stop - hit.start
+            # Nothing can go on from a part of a hit if that has no state at its end.
+            is_short = hit is not None and hit.num_parts and num_external_tokens < promised
+            if hit is None or num_external_tokens > promised or is_short:
                 raise _never_promised(view, num_external_tokens)
             stop = hit.start + num_external_tokens
             blocks = self.context.tables.load_slices(block_ids, hit.start, stop)
             chunks = self._searches.chunks(search, hit.start, stop)
             load = Load(view.request_id, chunks, hit.start, stop, blocks)
             request.promise(load, search.pinned.move())
+            request.last_state = stop
         if self._saves(view, request):
             request.save(0)
         limit = self._searches.rules.usable(len(request.keys.keys), len(view.all_token_ids) - 1)
@@ -507,11 +514,13 @@ class CacheScheduler(SchedulerRole):
         result = self._close(view, request)
         # Its whole prefix counts as used now: else the root, which is the oldest, would be evicted
         # first.
-        self.context.store.touch(request.keys.keys)
-        self.pool.touch(request.keys.keys)
+        used = self.saves.with_states(request.keys.keys)
+        self.context.store.touch(used)
+        self.pool.touch(used)
         if view.options.pin > 0.0:
             num_chunks = view.num_prompt_tokens // request.keys.chunk_tokens
-            self.saves.pins.add(request.keys.keys[:num_chunks], view.options.pin)
+            pinned = self.saves.with_states(request.keys.keys[:num_chunks])
+            self.saves.pins.add(pinned, view.options.pin)
         return explained(result, view, request.answer)
 
     def _close(self, view: RequestView, request: Request) -> FinishResult:

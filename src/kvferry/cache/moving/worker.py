@@ -41,6 +41,7 @@ from kvferry.cache.messages import (
 from kvferry.cache.moving.comparisons import Comparisons
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.cache.replicas import Replicas
+from kvferry.contract.asynchronous import AsyncReports
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
 from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
@@ -72,6 +73,7 @@ class _Ended:
     saved: list[Saved] = field(default_factory=list)
     failed_requests: set[str] = field(default_factory=set)
     failed_keys: list[bytes] = field(default_factory=list)
+    received: set[str] = field(default_factory=set)  # whose async load is over, failed or not
     invalid_block_ids: set[int] = field(default_factory=set)
 
     @property
@@ -80,7 +82,8 @@ class _Ended:
         # Before it knows the pool, the scheduler role would take this for another's report.
         is_off = self.off and self.pool
         has_ended = self.filled or self.sealed or self.saved or self.timed or is_off
-        return not (has_ended or self.failed_keys or self.invalid_block_ids)
+        has_loaded = self.received or self.failed_keys or self.invalid_block_ids
+        return not (has_ended or has_loaded)
 
     def output(self, region: SlotRegion) -> WorkerOutput:
         report = RankReport(
@@ -96,8 +99,12 @@ class _Ended:
             failed_requests=frozenset(self.failed_requests),
             failed_keys=tuple(self.failed_keys),
         )
-        invalid = frozenset(self.invalid_block_ids)
-        return WorkerOutput(invalid_block_ids=invalid, meta=CacheMeta(reports=(report,)))
+        return WorkerOutput(
+            finished_recving=frozenset(self.received),
+            failed_recving=frozenset(self.failed_requests & self.received),
+            invalid_block_ids=frozenset(self.invalid_block_ids),
+            meta=CacheMeta(reports=(report,)),
+        )
 
 
 class CacheWorker(WorkerRole):
@@ -125,6 +132,8 @@ class CacheWorker(WorkerRole):
         setup: DeviceSetup,
         states: PagedStates | None = None,
     ) -> None:
+        if states is not None:
+            self.rules = AsyncReports
         self._records = records
         self._rows = rows = records.rows
         self._observer = context.observer
@@ -314,6 +323,7 @@ class CacheWorker(WorkerRole):
             for one, error in zip(loaded, errors, strict=True):
                 if error is not None:
                     self._fail(one.load, one.chunk, error)
+            self._ended.received.update(load.request_id for load in loads if load.is_async)
         finally:
             if self._copies.overlaps:
                 done = self._copies.slots_read()
@@ -357,9 +367,8 @@ class CacheWorker(WorkerRole):
         self._observer.count("load_failed_chunks")
         self._ended.failed_requests.add(load.request_id)
         self._ended.failed_keys.append(chunk.key)
-        if chunk.part >= 0:
-            self._take_back(load)  # nothing of a hit is right without its state
-            return
+        if load.is_async:
+            return  # nothing of it is right without its state, so the request is reported
         hit = (load.start, load.stop)
         self._ended.invalid_block_ids |= self._copies.paged.block_ids(
             load.blocks, hit, chunk.first_token

@@ -1,9 +1,9 @@
 """Rules for async loads, which span steps, and delayed frees, which keep a request's blocks after
 its end.
 
-Connectors written for vLLM use both; kvferry's cache uses neither. A role with either of them names
-these classes as its `rules`, on both halves. Each extends a class of `kvferry.contract.promises` by
-the rules for request ids.
+Connectors written for vLLM use both. kvferry's cache has async loads for models with recurrent
+states. A role with either of them names these classes as its `rules`, on both halves. Each extends
+a class of `kvferry.contract.promises` by the rules for request ids.
 
 A host may crash, or hold blocks for ever, where a role breaks one of these rules:
 - A request with a promised async load must be in `finished_recving` exactly once, even if it was
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
+
+import msgspec
 
 from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import Plan, RepairedPlan, WorkerOutput
@@ -114,6 +116,25 @@ class AsyncPromises(Promises):
     ) -> Collection[str]:
         """A foreign connector's plan is opaque, and an aborted load may be under way in it."""
         return ()
+
+
+class NamedPromises(AsyncPromises):
+    """Promises of a role all of whose loads are async and named by the plan that carries them. The
+    host is told of failed requests and of no blocks: with several block tables, it cannot tell of
+    which one a block is. Runs in: scheduler."""
+
+    def settle(self, plan: Plan, step: StepView) -> Plan:
+        started = plan.started_loads() or frozenset()
+        for name, each in self._due:
+            if name in self._loading and name not in started:
+                each.lose()  # else the host would wait for its end for ever
+        settled = super().settle(plan, step)
+        if not isinstance(settled, RepairedPlan):
+            return settled
+        promised = None if settled.promised_block_ids is None else frozenset[int]()
+        return msgspec.structs.replace(
+            settled, lost_block_ids=frozenset(), promised_block_ids=promised
+        )
 
 
 class AsyncReports(Reports):
