@@ -3,12 +3,16 @@ also after weights changed, which begins an epoch with a namespace of its own.""
 
 from __future__ import annotations
 
+import ast
 import gc
+import re
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
+import kvferry
 from kvferry.adapters.row_cache import RowCache
 from kvferry.observe import Counters
 from kvferry.record.check import ReadFault, namespace_of
@@ -27,6 +31,10 @@ from kvferry.testing.faults import Gate
 from kvferry.testing.stores.hooks import make_key, wait_until
 from kvferry.testing.wrappers import WrapperStore
 from tests.store.servers.remote_client import DictClient
+
+SRC = Path(kvferry.__file__).parent
+STORES_OF_SRC = {"store", "_store", "values", "_values", "source", "target", "own", "other"}
+"""What stores are called."""
 
 FIRST, LATER = b"1" * 32, b"2" * 32
 SCHEMA = RecordSchema.for_rows(namespace=FIRST, chunk_tokens=16, row_bytes=4096)
@@ -177,3 +185,22 @@ def test_a_tier_that_opens_later_is_asked_in_the_namespace_of_the_view(client):
         put(view, LATER, make_key(1))
         assert view.where(make_key(1)) is Where.HERE
         assert check_names(client) == {LATER}
+
+
+def test_whoever_stores_a_record_names_its_namespace_with_the_put():
+    """A store that was handed on may be of another namespace: no code but that of media and tiers
+    puts a value there. (A put of a store by itself has none: a value is bytes.)"""
+    named = set()
+    for file in sorted(SRC.rglob("*.py")):
+        where = file.relative_to(SRC).as_posix()
+        if where.startswith(("store/file/", "store/servers/", "store/tiers/", "testing/")):
+            continue
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            whose = ast.unparse(call.func.value)
+            if call.func.attr in ("put", "put_all") and "in_namespace(" in whose:
+                named.add(where)
+            elif call.func.attr in ("put", "put_all"):
+                assert not set(re.findall(r"\w+", whose)) & STORES_OF_SRC, f"{where}: {whose}"
+    assert named == {"cli/copy.py", "store/record_client.py", "store/recordio.py"}

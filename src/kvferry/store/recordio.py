@@ -155,14 +155,18 @@ def seal_record(
 
 
 def write_sealed(
-    store: Store, key: ChunkKey, parts: Sequence[memoryview], observer: Observer
+    store: Store,
+    namespace: bytes,
+    key: ChunkKey,
+    parts: Sequence[memoryview],
+    observer: Observer,
 ) -> Put:
-    """Store a sealed record, the bytes of `parts`, if the store, which is in the namespace of its
-    head, takes values; count the result."""
+    """Store a sealed record, the bytes of `parts`, under the namespace that its head says, if the
+    store takes values; count the result."""
     started = time.monotonic()
     why = store.accepts()
     if why is None:
-        answer = store.put(key, parts, started + WRITE_SECONDS)
+        answer = store.in_namespace(namespace).put(key, parts, started + WRITE_SECONDS)
         observer.observe("save", time.monotonic() - started)
     else:
         answer = Put.failed(why)

@@ -120,5 +120,4 @@ class SharedWrites:
         head = schema.encode_head(slot.key, slot.first_token, table, slot.mark)
         self._ranks.seal(slot.index, head, number)
         record.is_sealed = True
-        values = self._store.in_namespace(record.namespace)
-        return write_sealed(values, slot.key, parts, self._observer)
+        return write_sealed(self._store, record.namespace, slot.key, parts, self._observer)

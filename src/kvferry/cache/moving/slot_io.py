@@ -203,8 +203,8 @@ class SlotIO:
         seal_record(schema, key, chunk.first_token, digests, image, chunk.mark)
 
         def write(_job: Job[Saved]) -> Saved:
-            values = self._store.in_namespace(schema.namespace)
-            return Saved(chunk.slot, *write_sealed(values, key, [image], self._observer))
+            answer = write_sealed(self._store, schema.namespace, key, [image], self._observer)
+            return Saved(chunk.slot, *answer)
 
         save.write = self.pool.submit(write, can_wait=True)
         return Sealed(chunk.slot)
