@@ -143,6 +143,17 @@ def test_a_copy_from_tier_to_tier_lies_where_its_head_says(client):
         assert (found.num_records, found.bad) == (1, ())
 
 
+def test_a_record_under_another_namespace_than_its_own_is_found_wrong(client):
+    """As an earlier release left records of later epochs on servers. Nobody reads it there."""
+    server = RemoteStore("dict://h", client, Opening(namespace=FIRST))
+    put(server, LATER, make_key(1))
+    ((name, value),) = client.values.items()
+    client.values = {name.replace(LATER.hex(), FIRST.hex()): value}
+    ((entry, why),) = verify(server, server.catalogue().scan()).bad
+    assert (entry.namespace, why) == (FIRST, ReadFault.OTHER_RECORD)
+    assert client.values == {}, "it is removed"
+
+
 def test_what_was_erased_is_taken_back_where_it_lies(client):
     server = RemoteStore("dict://h", client, Opening(namespace=FIRST))
     with TieredStore([server]) as tiers:

@@ -69,7 +69,7 @@ def verify(
         values = store.in_namespace(entry.namespace)
         try:
             size = values.read(entry.key, [(0, window)])
-            reason = None if size is None else _why_wrong(values, entry.key, size, window)
+            reason = None if size is None else _why_wrong(values, entry, size, window)
         except StoreError:
             num_unreadable += 1
             continue
@@ -108,14 +108,17 @@ def read_header(store: Store, key: ChunkKey) -> RecordInfo | ReadFault:
     return info if isinstance(info, ReadFault) or info.key == key else ReadFault.OTHER_RECORD
 
 
-def _why_wrong(store: Store, key: ChunkKey, size: int, window: memoryview) -> ReadFault | None:
-    """Check the key, every checksum and all values of an untrusted record. Its first bytes are in
-    `window`, which has room for the longest header, and for a leaf: the bytes that share one
-    checksum."""
+def _why_wrong(store: Store, entry: Entry, size: int, window: memoryview) -> ReadFault | None:
+    """Check the key, the namespace, every checksum and all values of an untrusted record. Its first
+    bytes are in `window`, which has room for the longest header, and for a leaf: the bytes that
+    share one checksum."""
+    key = entry.key
     info = parse_head(window[:size], size)
     if isinstance(info, ReadFault):
         return info
     schema = info.schema
+    if entry.namespace not in (b"", schema.namespace):  # as an earlier release wrote some
+        return ReadFault.OTHER_RECORD
     if schema.head_bytes > _MAX_HEAD_BYTES:
         return ReadFault.BAD_HEADER
     trusted = memoryview(bytearray(schema.head_bytes))
