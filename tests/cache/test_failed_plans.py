@@ -112,7 +112,7 @@ def test_a_fault_anywhere_in_building_a_plan_leaks_no_slot(
     assert raised == [name]
     assert plan.lost_block_ids
     check_pool(host.pool, holds_of(role))
-    assert not any(not slot.is_idle for slot in slots_of(host.pool).values())
+    assert all(slot.is_idle for slot in slots_of(host.pool).values())
     host.finish(request)
     assert not any(slot.pins for slot in slots_of(host.pool).values())
     # All of it is stored and audited the next time.

@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+
+pytest.importorskip("vllm.v1.kv_cache_layout", reason="the allocator is that of 0.32")
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,

@@ -30,7 +30,7 @@ from kvferry.errors import ConfigError
 from kvferry.identity.resolved import Use
 from kvferry.testing.stores.hooks import wait_until
 from tests.late import GatedWeights
-from tests.real_vllm.host import serves_tiers
+from tests.real_vllm.host import RELEASE, serves_tiers
 from tests.real_vllm.scripted_tier import (
     HAS_BACKPRESSURE,
     ROW,
@@ -120,7 +120,8 @@ def test_an_engine_that_needs_every_token_neither_stores_nor_reads_rows(
     with scripted(vllm_config, tmp_path.as_uri()) as one:
         one.store(1, 2, 3, 4)
         one.store(5, 6, 7, 8)
-    needs = _changed(vllm_config, "aux_output_config", enable_return_routed_experts=True)
+    part = "aux_output_config" if RELEASE >= (0, 32) else "model_config"
+    needs = _changed(vllm_config, part, enable_return_routed_experts=True)
     request = SimpleNamespace(lora_request=None, mm_features=[])  # found among the callers
     with scripted(needs, tmp_path.as_uri()) as one:
         assert one.lookup(1) == (LookupResult.MISS, None)
@@ -298,7 +299,7 @@ def test_each_field_of_a_spec_that_decides_bytes_is_of_the_namespace(
         with monkeypatch.context() as patched:
             patched.setattr(type(spec), each, property(lambda _spec: 12345))
             assert _digest(vllm_config, kv=kv_caches(spec)) != first, each
-    assert len(decide & of_class) > 7
+    assert len(decide & of_class) > 6
 
 
 def _another(value: Any) -> Any:
@@ -329,6 +330,7 @@ def test_a_spec_that_is_not_known_is_refused_by_name(vllm_config: Any) -> None:
         _digest(vllm_config, kv=kv_caches(spec))
 
 
+@pytest.mark.skipif(RELEASE < (0, 32), reason="the layouts are those of 0.32")
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_kernels_count_where_a_blocks_bytes_depend_on_them(
     layout: str, vllm_config: Any, monkeypatch: pytest.MonkeyPatch

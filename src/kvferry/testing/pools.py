@@ -28,7 +28,7 @@ def check_pool(pool: Any, holds: Iterable[Sized] | None = None) -> None:  # noqa
         assert slot.pins >= 0
         assert slot.index == index
         assert bool(slot.filling) == (slot.num_filling > 0), slot
-        is_idle = not (slot.pins or not slot.is_idle)
+        is_idle = slot.is_idle and not slot.pins
         found = slot.key in idle and by_key.get(slot.key) is slot
         assert found == is_idle, f"{slot} should be idle: {is_idle}"
         if id(slot) in named:
