@@ -65,7 +65,6 @@ THREAD = "store/tiers/thread.py"
 KEYS = "store/servers/server_keys.py"
 REMOTE = "store/servers/remote.py"
 FAULTS = "store/faults.py"
-SEARCH = "cache/deciding/search.py"
 
 BUGS = (
     # -- slots and pins
@@ -133,16 +132,22 @@ BUGS = (
     Bug("records are written under the namespace before the reset", WORKER,
         "            self._records.switch_namespace(plan.namespace)", "            pass"),
     Bug("ranks' records keep the first namespace", WRITES,
-        "        schema = self._schema.with_namespace(record.namespace)",
-        "        schema = self._schema"),
+        "        schema = self._schemas[number].with_namespace(record.namespace)",
+        "        schema = self._schemas[number]"),
     Bug("a salt is no part of a key", "keys/chain.py",
         '            common["salt"] = extra.cache_salt\n', "            pass\n"),
     Bug("an adapter is no part of a key", "keys/chain.py",
         '            common["lora"] = extra.lora\n', "            pass\n"),
-    Bug("an image counts only where it begins", "keys/chain.py",
+    Bug("an image counts only where it ends", "keys/chain.py",
         "            if item.offset < start + self._chunk_tokens and"
         " item.offset + item.length > start",
-        "            if start <= item.offset < start + self._chunk_tokens"),
+        "            if start < item.offset + item.length <= start + self._chunk_tokens"),
+    Bug("of an image only the place counts", "keys/chain.py",
+        "            [item.digest, item.offset - start, item.length]",
+        "            [item.offset - start, item.length]"),
+    Bug("how long an image is does not count", "keys/chain.py",
+        "            [item.digest, item.offset - start, item.length]",
+        "            [item.digest, item.offset - start]"),
     Bug("a key is no part of what is verified", "record/check.py",
         "    if not data.startswith(header):\n        return _why_header_differs(schema, size, data)",
         "    if not data.startswith(header):\n"
@@ -265,6 +270,40 @@ BUGS = (
               '                logging.getLogger("kvferry").warning("copying a value")\n'))),
     Bug("had: a client's own fault is seen nowhere", FAULTS,
         'f"{said} failed", passes=StoreError)', 'f"{said} failed", passes=Exception)'),
+    Bug("had: who ran uncached, and ends while it waits, keeps its pins", SCHEDULER,
+        "        if request is not None:\n            request.give_back()",
+        "        if request is not None and request.uncached is None:\n"
+        "            request.give_back()"),
+    Bug("had: a promise outlives the verdict on its record", AUDITS,
+        "        self._withdraw(frozenset(keys))\n", ""),
+    Bug("had: what is refused after a reset stays on the server", SAVES,
+        "        self._take_out([each.key for each in saved], ReadFault.NOT_FINITE, slot.namespace)",
+        "        self._take_out([each.key for each in saved], ReadFault.NOT_FINITE,"
+        " self._requests.namespace)",
+        (Edit(SAVES, "            self._take_out((slot.key,), ReadFault.NOT_FINITE, slot.namespace)",
+              "            self._take_out((slot.key,), ReadFault.NOT_FINITE,"
+              " self._requests.namespace)"),)),
+    Bug("had: a fault before a plan is begun leaves its loads to the next one", SCHEDULER,
+        "        try:\n            self._follow_identity()\n            self._has_looked_up = False\n"
+        "            self._heed_erased()\n",
+        "        self._heed_erased()\n        try:\n            self._follow_identity()\n"
+        "            self._has_looked_up = False\n"),
+    Bug("had: a fault while a search settles leaves pins without an owner", SEARCHES,
+        "        search.state = Settled(hit, before)  # what the audit has pinned has an owner from"
+        " here on\n", "",
+        (Edit(SEARCHES, "        self._learn(search, before, late)\n",
+              "        self._learn(search, before, late)\n"
+              "        search.state = Settled(hit, before)\n"),)),
+    Bug("had: nobody is told why a cache is off", SCHEDULER,
+        "            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING, self._state.why)",
+        "            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING)"),
+    Bug("had: a second plan is blamed on the worker", "contract/guard_scheduler.py",
+        "            return self._promises.repeat(self._empty_plan)",
+        "            return self._promises.repeat(Plan())"),
+    Bug("had: who outlives a reset is not told what it got", REQUEST,
+        "        self.uncached = self.uncached or self.answer\n", ""),
+    Bug("had: who waits again after a reset is not told what it got", REQUESTS,
+        "time.time(), self.at_work, uncached=uncached)", "time.time(), self.at_work)"),
 )  # fmt: skip
 
 

@@ -60,7 +60,8 @@ class Requests:
         that it had not computed, and an item may cover what had none."""
         request = self.by_id.get(view.request_id)
         if request is None or request.is_past:
-            request = Request(view, *self._of(view), time.time(), self.at_work)
+            uncached = None if request is None else request.uncached  # until it is admitted again
+            request = Request(view, *self._of(view), time.time(), self.at_work, uncached=uncached)
             self.by_id[view.request_id] = request
         elif not request.is_of(view):
             request.grow(*self._of(view))

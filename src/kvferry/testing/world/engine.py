@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.driver import StepDriver
@@ -17,12 +17,15 @@ from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.keys import ModelIdentity, salt_mark
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
-from kvferry.testing.pools import check_pool
+from kvferry.store.memory import MemoryStore
+from kvferry.testing.pools import check_pool, holds_of
 from kvferry.testing.world.host import Host, HostRequest, HostShape, Scheduled
-from kvferry.testing.world.kv import RankKV
+from kvferry.testing.world.kv import Content, RankKV
 from kvferry.testing.world.loop import Loop, Task, Wrong
+from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.threads import Event
-from kvferry.types import KVGroup, TablePart
+from kvferry.testing.world.truth import Truth
+from kvferry.types import ChunkKey, KVGroup, TablePart
 
 CLOSE_SECONDS = 60.0
 """How long an engine may take to close, whatever hangs."""
@@ -99,13 +102,23 @@ class WorldWatch(Protocol):
 
     Attributes:
         files_at: how URLs of directories begin, and what stands there in this run.
+        truth: what is known of all chunks.
     """
 
     files_at: tuple[str, str]
+    truth: Truth
 
     def computed(self, engine: Engine, item: Scheduled) -> None: ...
     def loaded(self, engine: Engine, request: HostRequest, start: int, stop: int) -> None: ...
     def weights_file(self, engine: str) -> str: ...
+
+
+class Ambush(NamedTuple):
+    """Something that is to happen to an engine at the first of such moments."""
+
+    moment: str
+    until: float
+    do: Callable[[], object]
 
 
 class Engine:
@@ -116,6 +129,7 @@ class Engine:
         watch: hears what its host computes and loads.
         host: None until the cache is open.
         is_ending: whether it was told to close.
+        off: why it was told to load and save nothing more; empty if it was not.
     """
 
     def __init__(
@@ -131,11 +145,16 @@ class Engine:
         self.parts: list[PrefixCache] = []
         self.is_closed = False
         self._random = random.Random(f"engine {shape.name} {seed}")
-        self._has_quota = any("max_bytes" in url for url in shape.tiers)
+        self.has_quota = any("max_bytes" in url for url in shape.tiers)
         self._namespaces: set[bytes] = set()
+        self._checked_values: dict[ChunkKey, bytes] = {}
+        self._checked: dict[int, object] = {}  # slots whose chunk was compared, by place
+        self._ambushes: list[Ambush] = []
         self._inbox: deque[Callable[[Host], object]] = deque()
         self._woken = Event(loop)
         self.is_ending = False
+        self.off = ""
+        self._broken: list[tuple[Any, str]] = []
         self.task: Task = loop.spawn(self._live, "main", owner=shape.name)
 
     @property
@@ -149,6 +168,10 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         return self.host is not None and bool(self.host.requests)
+
+    @property
+    def has_lost_plan(self) -> bool:
+        return self.host is not None and self.host.has_lost_plan
 
     @property
     def num_slots(self) -> int:
@@ -166,6 +189,29 @@ class Engine:
         self._inbox.append(what)
         self._woken.set()
 
+    def upon(self, moment: str, seconds: float, do: Callable[[], object]) -> None:
+        """Have something done between two steps, at the first moment of a kind within a time."""
+        self._ambushes.append(Ambush(moment, self.loop.now + seconds, do))
+        self._woken.set()
+
+    def forget(self) -> None:
+        """Other prompts have taken the place of all that the host and its memory held."""
+
+        def begin(host: Host) -> None:
+            host.pool.reset()
+            self.scheduler.pool.clear()
+
+        self.tell(begin)
+
+    def switch_off(self, why: str) -> None:
+        """Some part of the process finds that nothing may be loaded or saved any more."""
+
+        def begin(host: Host) -> None:
+            self.off = host.off = why
+            self.scheduler.identity.stop(why)
+
+        self.tell(begin)
+
     def send(self, request: HostRequest) -> None:
         self.tell(lambda host: host.add(request))
 
@@ -179,19 +225,30 @@ class Engine:
 
         self.tell(begin)
 
-    def break_plan(self) -> None:
-        """The next plan cannot be built to its end, for a fault that nobody foresaw."""
+    def break_at(self, place: str) -> None:
+        """The next call of a part of the scheduler role raises what nobody foresaw."""
 
-        def begin(_host: Host) -> None:
-            policy = self.scheduler.policy
+        def begin(host: Host) -> None:
+            host.is_broken = True
+            path, _, name = place.rpartition(".")
+            part = self.scheduler
+            for each in path.split(".") if path else ():
+                part = getattr(part, each)
 
             def fail(*_: object, **__: object) -> int:
-                del policy.begin_step
+                delattr(part, name)
                 raise ZeroDivisionError("of this world")
 
-            policy.begin_step = fail
+            setattr(part, name, fail)
+            self._broken.append((part, name))
 
         self.tell(begin)
+
+    def mend(self) -> None:
+        """What was to fail, and has not been called since, works again."""
+        for part, name in self._broken:
+            vars(part).pop(name, None)
+        self._broken.clear()
 
     def sleep(self, seconds: float, weights: int) -> None:
         """It loses its KV memory for a while; other weights may be loaded meanwhile."""
@@ -217,6 +274,8 @@ class Engine:
         while not self.is_ending:
             while self._inbox:
                 self._inbox.popleft()(host)
+            if self._ambushes:
+                self._spring()
             if host.has_work:
                 host.step()
             else:
@@ -226,6 +285,16 @@ class Engine:
         for request in list(host.requests.values()):
             host.abort(request)
         self._close()
+
+    def _spring(self) -> None:
+        """Do what is to be done at this moment."""
+        for ambush in list(self._ambushes):
+            if ambush.until < self.loop.now:
+                self._ambushes.remove(ambush)
+            elif MOMENTS[ambush.moment](self):
+                self._ambushes.remove(ambush)
+                ambush.do()
+                self.loop.pause()  # it may have been killed
 
     def _open(self) -> None:
         shape = self.shape
@@ -282,6 +351,20 @@ class Engine:
 
     # -- invariants -----------------------------------------------------------------------------
 
+    def asked(self, request: HostRequest) -> None:
+        """Note what the keys of its chunks stand for."""
+        found = self.scheduler.requests.by_id.get(request.request_id)
+        if found is None or found.is_past:
+            return
+        keys, size = found.keys, self.shape.chunk_tokens
+        known, num_known = request.noted
+        start = num_known if known is keys else 0
+        for number in range(start, min(len(keys.keys), len(request.seeds) // size)):
+            seeds = tuple(request.seeds[number * size : (number + 1) * size])
+            content = Content(self.shape.groups, seeds)
+            self.watch.truth.learn(keys.keys[number], content, keys.mark)
+            request.noted = keys, number + 1
+
     def computed(self, item: Scheduled) -> None:
         self.watch.computed(self, item)
 
@@ -290,15 +373,37 @@ class Engine:
 
     def after_step(self) -> None:
         """What holds after every step."""
+        pool = self.scheduler.pool
         try:
-            check_pool(self.scheduler.pool)
+            check_pool(pool, holds_of(self.scheduler))
         except AssertionError as error:
             raise Wrong("pool", f"of {self.name}: {error}") from error
+        self._check_owners()
+        for index, loans in pool.loans._lent.items():
+            slot = pool._slots.get(index)
+            for loan in loans:
+                if slot is not None and slot.key != loan.key and loan.until > self.loop.now:
+                    raise Wrong("lent", f"{self.name} assigns slot {index} again while it is lent")
         self._check_ledger()
-        for tier in self.parts[0].store.tiers() if self._has_quota else ():
+        for tier in self.parts[0].store.tiers() if self.has_quota else ():
             most = tier.stat.max_bytes
             if most is not None and tier.stat.used_bytes > most:
                 raise Wrong("quota", f"{tier.name} of {self.name}: {tier.stat}")
+
+    def _check_owners(self) -> None:
+        """What the role keeps for a request fits what the host has done with it."""
+        assert self.host is not None
+        for name, request in self.scheduler.requests.by_id.items():
+            live = self.host.requests.get(name)
+            if live is None:
+                raise Wrong("owner", f"{self.name} keeps {name}, which has ended")
+            if request.load is not None:
+                raise Wrong("owner", f"{self.name} keeps a load of {name} after the plan")
+            audit = request.audit
+            if not live.block_ids and audit is not None and audit.is_expected:
+                raise Wrong("owner", f"{self.name} awaits an audit of {name}, which has no blocks")
+            if live.block_ids and request.search is not None:
+                raise Wrong("owner", f"{self.name} keeps a search of {name}, which has blocks")
 
     def _check_ledger(self) -> None:
         assert self.host is not None
@@ -316,6 +421,37 @@ class Engine:
         """What holds once nothing is to be done: nobody has a pin."""
         if num_pins := self.scheduler.pool.num_pins:
             raise Wrong("pool", f"{self.name} is at rest, and {num_pins} pins are left")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Each chunk in memory is what its key stands for; what is counted is there."""
+        pool, truth = self.scheduler.pool, self.watch.truth
+        for index, slot in pool._slots.items():
+            is_whole = slot.held == pool._all_groups and slot.is_idle
+            if self._checked.get(index) is slot or not is_whole or slot.is_spare:
+                continue
+            parts = pool.loans._ranks.record(index)
+            if parts is None:
+                return
+            self._checked[index] = slot
+            if pool.find(slot.key) is slot:
+                head, *rest = (bytes(part) for part in parts)
+                truth.check_record(f"memory of {self.name}", slot.key, b"".join((head, *rest)))
+        for store in self.stores():
+            if isinstance(store, MemoryStore):
+                values = store.values()
+                for key, value in values:
+                    if self._checked_values.get(key) is not value.content:
+                        self._checked_values[key] = value.content
+                        truth.check_record(f"{store.url} of {self.name}", key, value.content)
+                num_bytes = sum(len(value.content) for _, value in values)
+                if store.stat().used_bytes != num_bytes:
+                    raise Wrong("quota", f"{store!r} of {self.name} has {num_bytes} bytes")
+
+    def stores(self) -> list[Any]:
+        """The stores of its tiers that are up."""
+        tiers: Any = self.parts[0].store
+        return [tier.up for tier in tiers._tiers if tier.up is not None]
 
     def check_slots(self) -> None:
         """What holds once everything works and has settled: no slot is in use for anything."""

@@ -13,10 +13,12 @@ from typing import Any, Protocol
 
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
+from kvferry.contract.handover import STAMP
 from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
-from kvferry.testing.world.kv import TAINT, RankKV, extend_seeds
+from kvferry.keys import ChunkKeys
+from kvferry.testing.world.kv import TAINT, RankKV, WrongToken, extend_seeds
 from kvferry.testing.world.loop import Loop, Wrong
 from kvferry.types import (
     DEFAULT_OPTIONS,
@@ -37,6 +39,9 @@ HASH_SECONDS = 1.0
 """NaN shows while a chunk is hashed. Until then, memory may offer it, as a prefix cache does
 (docs/identity.md)."""
 
+UNREAD = ExtraKeys(cacheable=False, reason="adapter", why="being read")
+"""Of a request whose adapter is still being read: nothing says yet what decides its KV."""
+
 
 @dataclass(eq=False)
 class HostRequest:
@@ -48,6 +53,10 @@ class HostRequest:
         admitted: tokens in all, local ones, and those from the connector, at its first admission.
         outcome: how it ended: "done", "abort" or "lost"; empty till then.
         params: what the connector says to the client.
+        extra_keys: as the connector sees them; `UNREAD` until they are known.
+        true_keys: what decides its KV.
+        noted: keys of its chunks that a world knows, and how many of them.
+        was_off: why the cache was off when it was first admitted.
         is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
         on_end: called once it has ended.
     """
@@ -68,10 +77,19 @@ class HostRequest:
     is_spoilt: bool = False
     outcome: str = ""
     params: Mapping[str, Any] | None = None
+    noted: tuple[ChunkKeys | None, int] = (None, 0)
+    was_off: str = ""
     on_end: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
+        self.true_keys = self.extra_keys
+
+    @property
+    def chunk_keys(self) -> Sequence[ChunkKey]:
+        """The keys of its whole chunks, as far as its world knows them."""
+        keys, number = self.noted
+        return () if keys is None else keys.keys[:number]
 
     def __repr__(self) -> str:
         return f"<{self.request_id}: {self.num_computed_tokens} of {len(self.all_token_ids)}>"
@@ -130,6 +148,9 @@ class HostShape:
 class Watch(Protocol):
     """What a world wants to know of its hosts."""
 
+    def asked(self, request: HostRequest) -> None:
+        """A request was looked up, or gets tokens in a step."""
+
     def computed(self, item: Scheduled) -> None:
         """A step computes right KV of these tokens."""
 
@@ -160,8 +181,13 @@ class Host:
         longest_wait: seconds for which a look-up may be answered by "ask again", if no other engine
             is waited for.
         num_glitches: so many requests have NaN computed for them, soon.
+        num_preemptions: so many running requests are preempted in the next step.
         resets_within: whether the connector is reset once more between the look-ups of the next
             step and its plan, as no host should.
+        off: why the cache is off; empty if it is not.
+        is_broken: whether some hook has raised what nobody foresaw.
+        plans_twice: whether the next step is planned twice, as no host should.
+        has_lost_plan: whether it was: what the first plan was to save has slots for good.
     """
 
     def __init__(
@@ -187,8 +213,10 @@ class Host:
         self._fold = WorkerOutputFold(len(self.ranks))
         self.longest_wait = math.inf
         self.num_glitches = 0
-        self._glitched_at = -HASH_SECONDS
-        self.resets_within = False
+        self._glitched: dict[int, float] = {}  # by the seed of a token, when it was NaN last
+        self.num_preemptions = 0
+        self.resets_within = self.plans_twice = self.is_broken = self.has_lost_plan = False
+        self.off = ""
         self._watch = watch
         self._random = rng
         self._finished: set[str] = set()
@@ -248,6 +276,7 @@ class Host:
     def _end(self, request: HostRequest, outcome: str) -> None:
         if outcome == "done":
             self._check_kv(request)
+            self._watch.asked(request)
         result = self.role.request_finished(request, (request.block_ids,))
         self._finished.add(request.request_id)
         del self.requests[request.request_id]
@@ -257,14 +286,22 @@ class Host:
             self.waiting.remove(request)
         self._lose_blocks(request)
         request.outcome, request.params = outcome, result.params
+        if request.options.explain and request.admitted and not self.is_broken:
+            self._check_explained(request, result.params or {})
         request.on_end()
+
+    def _check_explained(self, request: HostRequest, params: Mapping[str, Any]) -> None:
+        if STAMP not in params:
+            raise Wrong("explained", f"{request!r} was admitted, and nothing says what it got")
+        if request.was_off and request.was_off not in str(params[STAMP]):
+            raise Wrong("explained", f"{request!r} met a cache that is off, and is told {params}")
 
     def _check_kv(self, request: HostRequest) -> None:
         if request.is_spoilt:
             return
         for _, kv in self.ranks:
             seeds = request.seeds[: request.num_computed_tokens]
-            if wrong := kv.wrong_blocks(request.block_ids, seeds):
+            if wrong := sorted({each.block for each in kv.wrong_tokens(request.block_ids, seeds)}):
                 raise Wrong("wrong KV", f"{request!r} ended with wrong KV in blocks {wrong}")
 
     def _lose_blocks(self, request: HostRequest) -> None:
@@ -279,6 +316,10 @@ class Host:
     def _schedule(self) -> HostStep:
         step = HostStep(frozenset(self._finished), self._preempted)
         self._finished, self._preempted = set(), set()
+        while self.num_preemptions and self.running:
+            self.num_preemptions -= 1
+            self._preempt(self.running[-1], step)
+        self.num_preemptions = 0
         budget = self.shape.max_tokens
         for request in list(self.running):
             if request not in self.running:  # it lost its blocks to one before it
@@ -294,11 +335,23 @@ class Host:
             self.resets_within = False
             self.role.reset()
         step.plan = self.role.build_plan(step)
+        for item in step.scheduled:
+            self._watch.asked(item.request)
+        if self.plans_twice and step.scheduled:
+            self.plans_twice, self.has_lost_plan = False, True
+            step.plan = self.role.build_plan(step)
         return step
+
+    def _preempt(self, victim: HostRequest, step: HostStep) -> None:
+        self.running.remove(victim)
+        self._lose_blocks(victim)
+        step.preempted_request_ids.add(victim.request_id)
+        step.scheduled = [item for item in step.scheduled if item.request is not victim]
+        self.waiting.appendleft(victim)
 
     def _add(self, step: HostStep, request: HostRequest, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        extend_seeds(request.seeds, request.all_token_ids, self.weights, request.extra_keys)
+        extend_seeds(request.seeds, request.all_token_ids, self.weights, request.true_keys)
         step.scheduled.append(Scheduled(request, start, num_tokens, request.turn))
         request.num_computed_tokens = start + num_tokens
 
@@ -315,11 +368,8 @@ class Host:
     def _grow(self, request: HostRequest, num_tokens: int, step: HostStep) -> bool:
         total = self._num_blocks(request.num_computed_tokens + num_tokens)
         while (made := self._allocate(total - len(request.block_ids))) is None:
-            victim = self.running.pop()
-            self._lose_blocks(victim)
-            step.preempted_request_ids.add(victim.request_id)
-            step.scheduled = [item for item in step.scheduled if item.request is not victim]
-            self.waiting.appendleft(victim)
+            victim = self.running[-1]
+            self._preempt(victim, step)
             if victim is request:
                 return False
         request.block_ids += made
@@ -333,6 +383,7 @@ class Host:
             local = self.pool.find_prefix(keys) if self.shape.prefix_caching else []
             num_local = len(local) * self.shape.block_size
             answer = self.role.lookup(request, num_local).num_tokens
+            self._watch.asked(request)
             if answer is None:
                 self._check_patience(request)
                 asked.append(request)
@@ -350,9 +401,11 @@ class Host:
 
     def _admit(self, request: HostRequest, num_local: int, num_external: int) -> None:
         num_tokens = len(request.all_token_ids)
+        if not request.admitted:
+            request.was_off = self.off
         request.admitted = request.admitted or (num_tokens, num_local, num_external)
         self.ledger.tokens += num_tokens
-        self.ledger.local += num_local
+        self.ledger.local += num_local if request.extra_keys.cacheable else 0  # else all are missed
         self.ledger.external += num_external
         if num_external:
             self._watch.loaded(request, num_local, num_local + num_external)
@@ -378,7 +431,7 @@ class Host:
 
     def _block_keys(self, request: HostRequest) -> list[ChunkKey]:
         """Names of the content of its whole blocks, but for the one with the last token."""
-        extend_seeds(request.seeds, request.all_token_ids, self.weights, request.extra_keys)
+        extend_seeds(request.seeds, request.all_token_ids, self.weights, request.true_keys)
         size, last = self.shape.block_size, len(request.all_token_ids) - 1
         ends = range(size - 1, last // size * size, size)
         return [ChunkKey(request.seeds[end].to_bytes(8)) for end in ends]
@@ -410,11 +463,10 @@ class Host:
         for item in step.scheduled[: self.num_glitches]:
             item.request.is_spoilt = True
             self.num_glitches -= 1
-            self._glitched_at = self.loop.now
         order = list(range(len(self.ranks)))
         self._random.shuffle(order)
         outputs: list[WorkerOutput] = [WorkerOutput()] * len(order)
-        wrong: dict[HostRequest, set[int]] = {}
+        wrong: dict[HostRequest, list[WrongToken]] = {}
         for rank in order:
             driver, kv = self.ranks[rank]
             if step.scheduled:
@@ -428,18 +480,25 @@ class Host:
                 raise Wrong("null block", "it was written")
         output = self._fold.fold(outputs)
         self._bad |= output.invalid_block_ids
-        for request, blocks in wrong.items():
-            if self.loop.now < self._glitched_at + HASH_SECONDS:
+        for request, tokens in wrong.items():
+            silent = {each.block for each in tokens if not self._is_glitch(request, each)}
+            if not silent:
                 request.is_spoilt = True
-                continue
-            if silent := blocks - self._bad:
+            elif silent := silent - self._bad:
                 raise Wrong(
                     "wrong KV",
                     f"a forward of {request!r} reads wrong KV in blocks {sorted(silent)} of "
                     f"{request.block_ids}, and no load of them was reported as failed",
                 )
-            self._bad |= self._written(step, request)
+            else:
+                self._bad |= self._written(step, request)
         return output
+
+    def _is_glitch(self, request: HostRequest, token: WrongToken) -> bool:
+        """Whether memory may have offered this: the device computed NaN for these very tokens, so
+        short ago that it may not have shown yet."""
+        at = self._glitched.get(request.seeds[token.place], -math.inf)
+        return token.is_nan and self.loop.now < at + HASH_SECONDS
 
     def _written(self, step: HostStep, request: HostRequest) -> set[int]:
         """The blocks into which a step wrote what it computed for a request."""
@@ -449,20 +508,27 @@ class Host:
             request.block_ids[item.num_computed_tokens // size : self._num_blocks(item.stop)]
         )
 
-    def _forward(self, step: HostStep, kv: RankKV, wrong: dict[HostRequest, set[int]]) -> None:
+    def _forward(
+        self, step: HostStep, kv: RankKV, wrong: dict[HostRequest, list[WrongToken]]
+    ) -> None:
         """Read what each request attends to, and write what it computes: wrong KV from wrong."""
         for item in step.scheduled:
             request, start = item.request, item.num_computed_tokens
             new = request.seeds[start : item.stop]
             if request.is_spoilt:
-                kv.compute(request.block_ids, new, start, more=float("nan"))
+                kv.compute(request.block_ids, new, start, more=math.nan)
+                self._glitched.update(dict.fromkeys(new, self.loop.now))
                 continue
-            found = kv.wrong_blocks(request.block_ids, request.seeds[:start])
+            found = kv.wrong_tokens(request.block_ids, request.seeds[:start])
             if found:
-                wrong.setdefault(request, set()).update(found)
+                wrong.setdefault(request, []).extend(found)
             else:
                 self._watch.computed(item)
-            kv.compute(request.block_ids, new, start, more=TAINT if found else 0.0)
+            more = TAINT if found else 0.0
+            if found and all(self._is_glitch(request, each) for each in found):
+                more = math.nan
+                self._glitched.update(dict.fromkeys(new, self.loop.now))
+            kv.compute(request.block_ids, new, start, more=more)
 
     def _update(self, step: HostStep) -> None:
         output = step.output

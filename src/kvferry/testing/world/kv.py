@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvferry.contract.spec import EngineSpec
-from kvferry.types import NULL_BLOCK, ExtraKeys
+from kvferry.types import NULL_BLOCK, ExtraKeys, KVGroup
 
 Seeds = NDArray[np.uint64]
 
@@ -44,6 +46,49 @@ def extend_seeds(seeds: list[int], tokens: Sequence[int], weights: int, extra: E
         seeds.append(seed)
 
 
+class Content(NamedTuple):
+    """What a chunk's record must hold: KV of these groups, of tokens with these seeds."""
+
+    groups: tuple[KVGroup, ...]
+    seeds: tuple[int, ...]
+
+
+@cache
+def _mix(index: int, layers: range, heads: range, content_size: int) -> Seeds:
+    """Part of all values of a group that does not depend on tokens: `[layers, heads, content]`."""
+    of_layer = (np.arange(layers.start, layers.stop, dtype=np.uint64) + 64 * index) * _LAYER
+    of_head = np.arange(heads.start, heads.stop, dtype=np.uint64) * _HEAD
+    of_place = np.arange(content_size, dtype=np.uint64) * _PLACE * _LAYER
+    mix: Seeds = of_layer[:, None, None] + of_head[None, :, None] + of_place[None, None, :]
+    return mix
+
+
+def _values(mix: Seeds, seeds: Seeds) -> NDArray[np.float32]:
+    """The right KV, `[tokens, layers, heads, content]`."""
+    mixed = (seeds[:, None, None, None] ^ mix[None]) * _HEAD
+    return ((mixed >> np.uint64(44)) & np.uint64(0xFFFF)).astype(np.float32)
+
+
+def payload_of(content: Content) -> bytes:
+    """The bytes behind the head of a right record, as docs/format.md lays them out."""
+    of_tokens = np.asarray(content.seeds, dtype=np.uint64)
+    parts = []
+    for index, group in enumerate(content.groups):
+        layers, heads = range(group.num_layers), range(group.num_kv_heads)
+        values = _values(_mix(index, layers, heads, group.content_size), of_tokens)
+        parts.append(values.transpose(1, 2, 0, 3).tobytes())
+    return b"".join(parts)
+
+
+class WrongToken(NamedTuple):
+    """A token of which some KV is wrong."""
+
+    place: int
+    block: int
+    is_nan: bool
+    """All that is wrong is NaN: it was computed as that, or never filled."""
+
+
 class RankKV:
     """The KV tensors of one rank, `[blocks, heads, block size, content]` per layer.
 
@@ -64,16 +109,7 @@ class RankKV:
             self._arrays.append(memory.numpy())
             for layer in layers:
                 self.tensors[f"{index}.{layer}"] = memory[layer - layers.start]
-            of_layer = (np.arange(layers.start, layers.stop, dtype=np.uint64) + 64 * index) * _LAYER
-            of_head = np.arange(heads.start, heads.stop, dtype=np.uint64) * _HEAD
-            of_place = np.arange(group.content_size, dtype=np.uint64) * _PLACE * _LAYER
-            mix = of_layer[:, None, None] + of_head[None, :, None] + of_place[None, None, :]
-            self._mixes.append(mix)
-
-    def _values(self, group: int, seeds: Seeds) -> NDArray[np.float32]:
-        """The right KV, `[tokens, layers, heads, content]`."""
-        mixed = (seeds[:, None, None, None] ^ self._mixes[group][None]) * _HEAD
-        return ((mixed >> np.uint64(44)) & np.uint64(0xFFFF)).astype(np.float32)
+            self._mixes.append(_mix(index, layers, heads, group.content_size))
 
     def _places(self, blocks: Sequence[int], start: int, stop: int) -> tuple[NDArray, NDArray]:  # type: ignore[type-arg]
         tokens = np.arange(start, stop)
@@ -87,23 +123,26 @@ class RankKV:
         which, places = self._places(blocks, start, start + len(seeds))
         of_tokens = np.asarray(seeds, dtype=np.uint64)
         for group, array in enumerate(self._arrays):
-            values = self._values(group, of_tokens)
+            values = _values(self._mixes[group], of_tokens)
             array[:, which, :, places] = values + np.float32(more)
 
-    def wrong_blocks(self, blocks: Sequence[int], seeds: Sequence[int]) -> set[int]:
-        """The blocks in which the KV of the tokens with these seeds is not right."""
+    def wrong_tokens(self, blocks: Sequence[int], seeds: Sequence[int]) -> list[WrongToken]:
+        """The first tokens whose KV is not right; `seeds` are theirs."""
         if not seeds:
-            return set()
+            return []
         which, places = self._places(blocks, 0, len(seeds))
         of_tokens = np.asarray(seeds, dtype=np.uint64)
-        wrong: set[int] = set()
+        wrong: dict[int, bool] = {}
         for group, array in enumerate(self._arrays):
             found = array[:, which, :, places]
-            right = self._values(group, of_tokens)
-            if not np.array_equal(found, right):
-                is_wrong = (found != right).reshape(len(seeds), -1).any(axis=1)
-                wrong |= set(which[is_wrong].tolist())
-        return wrong
+            right = _values(self._mixes[group], of_tokens)
+            if np.array_equal(found, right):
+                continue
+            differs = (found != right).reshape(len(seeds), -1)
+            is_nan = (~differs | np.isnan(found).reshape(len(seeds), -1)).all(axis=1)
+            for place in np.flatnonzero(differs.any(axis=1)).tolist():
+                wrong[place] = wrong.get(place, True) and bool(is_nan[place])
+        return [WrongToken(at, int(which[at]), is_nan) for at, is_nan in sorted(wrong.items())]
 
     def poison(self, blocks: Collection[int]) -> None:
         for array in self._arrays:

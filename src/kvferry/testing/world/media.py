@@ -17,6 +17,7 @@ from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.store.memory import copy_ranges
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
 from kvferry.testing.world.loop import Loop, Wrong
+from kvferry.testing.world.truth import Truth
 from kvferry.transfer.base import KeyState
 from kvferry.types import ChunkKey
 
@@ -53,13 +54,21 @@ class Medium:
 
     Args:
         max_bytes: what the server keeps; it then evicts what was used longest ago.
+        truth: what records must hold; None: it holds none.
 
     Attributes:
         faults: the faults that are on, and whom they hit: the name of an engine, or "" for all.
         failed_questions: the engines whose questions for keys have failed.
     """
 
-    def __init__(self, name: str, loop: Loop, seed: int, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        loop: Loop,
+        seed: int,
+        max_bytes: int | None = None,
+        truth: Truth | None = None,
+    ) -> None:
         self.name = name
         self.loop = loop
         self._random = random.Random(f"medium {name} {seed}")
@@ -68,6 +77,7 @@ class Medium:
         self.faults: dict[str, str] = {}
         self.failed_questions: set[str] = set()
         self._max_bytes = max_bytes
+        self._truth = truth
 
     @property
     def keeps_all(self) -> bool:
@@ -104,6 +114,9 @@ class Medium:
         return value[: len(value) // 2] if self.has("cut", owner) else value
 
     def store(self, name: str, value: bytes) -> None:
+        """Keep a value. Raises Wrong: it is a record, and not of the KV that its key stands for."""
+        if self._truth is not None and not name.endswith(".json"):
+            self._truth.check_record(self.name, key_in(name), value)
         self.values[name] = value
         while self._max_bytes is not None and self.num_bytes > self._max_bytes:
             self.values.popitem(last=False)
@@ -132,6 +145,11 @@ class Medium:
                 self.values[name] = value
         else:
             assert offence in OFFENCES
+
+
+def key_in(name: str) -> ChunkKey:
+    """The key in the name of a record."""
+    return ChunkKey(bytes.fromhex(name[-64:]))
 
 
 class MediumClient(RemoteClient):

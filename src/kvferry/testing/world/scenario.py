@@ -17,7 +17,8 @@ DIRECTORY = "file:///world"
 
 
 class Ask(NamedTuple):
-    """A prompt: the first tokens of a document, then some of its own; and what goes with it."""
+    """A prompt: the first tokens of a document, then some of its own; and what goes with it.
+    `unread`: so long nobody knows its extra keys, as while an adapter is read."""
 
     document: int
     length: int
@@ -29,6 +30,7 @@ class Ask(NamedTuple):
     options: RequestOptions = DEFAULT_OPTIONS
     turns: int = 1
     abort_after: float | None = None
+    unread: float | None = None
 
 
 class Action(NamedTuple):

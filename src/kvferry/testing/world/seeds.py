@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
 
 from kvferry.contract.spec import Mode
 from kvferry.store.kinds import is_private
 from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.media import DAMAGE, OFFENCES, OUTAGES
+from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scenario, without
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
@@ -21,17 +25,36 @@ FILES = 0.04
 """The part of scenarios with a directory: real files take longest."""
 
 
+class _Mood(NamedTuple):
+    """What is common in a scenario: the less varied its prompts are, the more of them hit."""
+
+    documents: int
+    salted: float
+    adapted: float
+    shown: float
+    unread: float
+    explained: float
+    aborted: float
+
+
 def draw(seed: int) -> Scenario:
     """The scenario of a seed: the same in every process and release of Python."""
     rng = random.Random(f"scenario {seed}")
-    media = {"m0": rng.choice((None, None, 60 * RECORD_BYTES))}
+    media = {"m0": rng.choice((None, None, None, 40 * RECORD_BYTES))}
     if rng.random() < 0.4:
         media["m1"] = None
     names = ["a", "b", "c"][: rng.choice((1, 2, 2, 3))]
     has_peers = len(names) > 1 and rng.random() < 0.5
+    is_apart = has_peers and rng.random() < 0.5  # each has servers of its own, or none
     chunk_tokens, num_groups = rng.choice((8, 8, 12)), rng.choice((1, 1, 2))
     engines = tuple(
-        _engine(rng, name, number, list(media), names if has_peers else [])
+        _engine(
+            rng,
+            name,
+            number,
+            list(media)[number : number + 1] if is_apart else list(media),
+            names if has_peers else [],
+        )
         for number, name in enumerate(names)
     )
     if rng.random() < FILES:
@@ -56,14 +79,14 @@ def _with_directory(rng: random.Random, shape: EngineShape, quota: str) -> Engin
 def _engine(
     rng: random.Random, name: str, number: int, media: Sequence[str], peers: Sequence[str]
 ) -> EngineShape:
-    world_size = rng.choice((1, 1, 1, 2))
+    world_size = rng.choice((1, 1, 1, 2, 2, 4))
     tiers = [f"sim://{each}/kv" for each in media]
-    if world_size == 1 and rng.random() < 0.3:
+    if world_size == 1 and (not tiers or rng.random() < 0.3):
         tiers.insert(0, f"memory://near?max_bytes={rng.choice((8, 20)) * RECORD_BYTES}")
     options: dict[str, object] = {
         "load_timeout_seconds": rng.choice((0.5, 2.0, 5.0)),
         "io_threads": rng.choice((1, 2, 4)),
-        "audit": rng.choice(("off", "off", "first", 0.3)),
+        "audit": rng.choice(("off", "off", "first", 0.3, 1.0)),
         "save_generated": rng.random() < 0.3,
     }
     if peers:
@@ -75,7 +98,7 @@ def _engine(
         num_blocks=rng.choice((30, 40, 96, 200)),
         max_tokens=rng.choice((6, 16, 64, 200)),
         max_requests=rng.choice((2, 4, 8)),
-        prefix_caching=rng.random() < 0.7,
+        prefix_caching=rng.random() < 0.4,
         late=rng.random() < 0.3,
         tokens_per_second=rng.choice((300.0, 2000.0, 50_000.0)),
     )
@@ -84,7 +107,7 @@ def _engine(
         tiers=tuple(tiers),
         host=host,
         options=options,
-        num_slots=rng.choice((12, 16, 24)),
+        num_slots=rng.choice((8, 12, 16, 24)),
         world_size=world_size,
         recomputes=rng.random() < 0.5,
         strict=rng.random() < 0.8,
@@ -97,6 +120,8 @@ def _engine(
 # another fault would explain, or hide, shows where that fault is missing.
 _WEIGHTS = {
     "send": 60,
+    "forget": 8,
+    "upon": 14,
     "handover": 10,
     "fault": 12,
     "damage": 10,
@@ -107,10 +132,23 @@ _WEIGHTS = {
     "sleep": 3,
     "glitch": 3,
     "break_load": 4,
-    "break_plan": 2,
+    "break_at": 3,
+    "plan_twice": 2,
+    "switch_off": 1,
     "reset_within": 2,
+    "preempt": 3,
+    "abort": 3,
     "erase": 4,
 }
+_AT_A_MOMENT = (
+    *("reset", "sleep", "abort", "abort", "preempt", "preempt", "erase", "suffer", "fault"),
+    *("damage", "kill", "restart", "forget", "break_load", "break_at"),
+)
+_PLACES = (
+    *("policy.begin_step", "_heed_erased", "_searches._learn", "saves.plan", "saves.poll_writes"),
+    *("audits.plan", "pool.touch"),
+)
+"""Parts of the scheduler role that fail once, if something unforeseen happens."""
 
 
 def _actions(
@@ -118,50 +156,72 @@ def _actions(
 ) -> tuple[Action, ...]:
     made: list[Action] = []
     at = 1.0
-    kinds = ["send", *(kind for kind in list(_WEIGHTS)[1:] if rng.random() < 0.4)]
+    kinds = [
+        "send",
+        *(kind for kind in ("forget", "upon") if rng.random() < 0.7),
+        *(kind for kind in list(_WEIGHTS)[3:] if rng.random() < 0.35),
+    ]
+    mood = _Mood(
+        rng.choice((1, 2, 4)),
+        rng.choice((0.0, 0.0, 0.4)),
+        rng.choice((0.0, 0.0, 0.3)),
+        rng.choice((0.0, 0.0, 0.4)),
+        rng.choice((0.0, 0.0, 0.3)),
+        rng.choice((0.1, 0.5)),
+        rng.choice((0.0, 0.2, 0.4)),
+    )
     pace = rng.choice((0.2, 1.0, 3.0))
     for _ in range(rng.randrange(8, 60)):
         at += pace * rng.choice((0.0, 0.01, 0.1, 1.0)) * rng.random()
         what = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
         name = rng.choice(engines).name
-        given = _given(rng, what, name, engines, media)
+        given = _given(rng, mood, what, name, engines, media)
         made.append(Action(round(at, 3), "fault" if what == "damage" else what, given))
     return tuple(made)
 
 
 def _given(
     rng: random.Random,
+    mood: _Mood,
     what: str,
     name: str,
     engines: Sequence[EngineShape],
     media: Sequence[str],
 ) -> tuple[object, ...]:
+    if what == "upon":
+        then = rng.choice(_AT_A_MOMENT)
+        given = _given(rng, mood, then, name, engines, media)
+        moment, seconds = rng.choice(tuple(MOMENTS)), rng.choice((1.0, 10.0))
+        return name, moment, seconds, "fault" if then == "damage" else then, given
     if what == "send":
-        return name, _ask(rng)
+        return name, _ask(rng, mood)
     if what == "handover":
-        return name, rng.choice(engines).name, _ask(rng)._replace(turns=1)
+        ask = _ask(rng, mood)._replace(turns=1, unread=None)
+        return name, rng.choice(engines).name, ask
     if what in ("fault", "damage"):
         kind = rng.choice(DAMAGE if what == "damage" else OUTAGES)
         owner = rng.choice(("", name)) if kind != "partition" else name
-        seconds = round(rng.choice((0.3, 3.0, 30.0)) * rng.random(), 3)
+        seconds = round(rng.choice((0.3, 3.0, 3.0, 30.0, 30.0, 200.0)) * rng.random(), 3)
         places = media if kind == "odd" else [*media, "wire"]
         return rng.choice(places), kind, seconds, owner
     if what == "suffer":
         return rng.choice(media), rng.choice(OFFENCES)
-    if what in ("glitch", "break_plan", "reset_within"):
-        return (name,)
-    if what == "break_load":
+    if what in ("break_load", "preempt"):
         return name, rng.randrange(1, 4)
+    if what == "break_at":
+        return name, rng.choice(_PLACES)
     if what == "erase":
         return (rng.choice(SALTS),)
     if what == "sleep":
         return name, round(3 * rng.random(), 3), rng.random() < 0.4
     if what == "reset":
         return name, rng.random() < 0.6
-    return name, round(5 * rng.random(), 3)
+    if what in ("kill", "restart"):
+        return name, round(5 * rng.random(), 3)
+    return (name,)
 
 
-def _ask(rng: random.Random) -> Ask:
+def _ask(rng: random.Random, mood: _Mood) -> Ask:
     length = rng.choice((10, 24, 40, 64, 90))
     options = DEFAULT_OPTIONS
     if rng.random() < 0.2:
@@ -169,20 +229,23 @@ def _ask(rng: random.Random) -> Ask:
             store=rng.random() < 0.7,
             load=rng.random() < 0.7,
             max_load_tokens=rng.choice((None, 8, 20)),
-            explain=rng.random() < 0.5,
             pin=rng.choice((0.0, 0.0, 20.0)),
         )
+    if rng.random() < mood.explained:
+        options = msgspec.structs.replace(options, explain=True)
+    is_shown = rng.random() < mood.shown
     return Ask(
-        document=rng.randrange(4),
+        document=rng.randrange(mood.documents),
         length=length,
         tail=rng.choice((1, 3, 20)),
-        salt=rng.choice((None, None, None, *SALTS)),
-        lora=rng.choice((None, None, None, None, "adapter")),
-        image=(rng.randrange(2), rng.choice((6, length - 2))) if rng.random() < 0.15 else None,
+        salt=rng.choice(SALTS) if rng.random() < mood.salted else None,
+        lora="adapter" if rng.random() < mood.adapted else None,
+        image=(rng.randrange(2), rng.choice((6, length - 2))) if is_shown else None,
         max_tokens=rng.choice((1, 2, 5, 20)),
         options=options,
         turns=rng.choice((1, 1, 1, 2, 3)),
-        abort_after=round(rng.random() ** 2, 3) if rng.random() < 0.2 else None,
+        abort_after=round(rng.random() ** 2, 3) if rng.random() < mood.aborted else None,
+        unread=round(rng.random() ** 2, 3) if rng.random() < mood.unread else None,
     )
 
 

@@ -5,26 +5,32 @@ all KV that was computed.
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvferry.contract.handover import read_handover
+from kvferry.keys import salt_mark
 from kvferry.store.erasures import add_to_notice, name_of_mark, names_in
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
-from kvferry.testing.world.host import HostRequest, Scheduled
+from kvferry.testing.world.host import UNREAD, Host, HostRequest, Scheduled
 from kvferry.testing.world.loop import START, Loop, Wrong
 from kvferry.testing.world.media import FAULTS, OFFENCES, Media, Medium, Peers, forget
+from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.scenario import DIRECTORY, Ask, Scenario
+from kvferry.testing.world.truth import Truth
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
 
 VOCABULARY = 97
 
 NOTICE = "kv/erased.json"
 """Where a medium has the notice of what was erased, as our stores read it."""
+
+_DIR = re.compile(r".*/([0-9a-f]{64})/").match
 
 HEED_SECONDS = 10.0
 """Within this time after an erasure, and after the last fault, no engine serves what was erased."""
@@ -56,19 +62,26 @@ class World:
         self.requests: list[HostRequest] = []
         self.weights: dict[str, int] = {}
         self.faults_until = 0.0
-        self._computed: dict[int, float] = {}  # by the seed of a token, when it was computed last
-        self._erased: dict[str, float] = {}  # by salt
+        self.truth = Truth()
+        self.asked: dict[Ask, None] = {}
         self._device_faults: Counter[str] = Counter()
         self._num_runs = 0
         self._num_prompts = 0
         self._num_documents = 0
         self._random = random.Random(f"world {scenario.seed}")
+        self._looks = random.Random(f"looks {scenario.seed}")
         for name, max_bytes in scenario.media.items():
-            media.by_name[name] = Medium(name, loop, scenario.seed, max_bytes)
+            media.by_name[name] = Medium(name, loop, scenario.seed, max_bytes, self.truth)
         media.by_name["wire"] = peers.wire
 
     def note(self, line: str) -> None:
         self.trace.append(f"{self.loop.now - START:.6f} {line}")
+
+    def do(self, what: str, given: tuple[Any, ...]) -> None:
+        """Do and count an action."""
+        if what != "upon":
+            self.happened[f"{what} {given[1]}" if what in ("fault", "suffer") else what] += 1
+        getattr(self, what)(*given)
 
     # -- actions --------------------------------------------------------------------------------
 
@@ -77,6 +90,7 @@ class World:
         if (running := self._running(engine)) is None:
             return
         tokens = self.tokens_of(ask)
+        self.asked.setdefault(ask._replace(turns=1, abort_after=None, unread=None))
         self._turn(running, ask, tokens, ask.turns)
 
     def _turn(self, engine: Engine, ask: Ask, tokens: list[int], turns: int) -> None:
@@ -190,10 +204,56 @@ class World:
         if (running := self._running(engine)) is not None and running.host is not None:
             running.host.num_glitches += 1
 
-    def break_plan(self, engine: str) -> None:
-        """A plan cannot be built, for a fault of kvferry. Needs engines that are not strict."""
+    def break_at(self, engine: str, place: str) -> None:
+        """A part of the scheduler role raises what nobody foresaw, once. Needs engines that are not
+        strict."""
         if (running := self._running(engine)) is not None and not running.shape.strict:
-            running.break_plan()
+            running.break_at(place)
+
+    def plan_twice(self, engine: str) -> None:
+        """The host builds a second plan for a step. Needs engines that are not strict."""
+        running = self._running(engine)
+        if running is not None and running.host is not None and not running.shape.strict:
+            running.host.plans_twice = True
+
+    def switch_off(self, engine: str) -> None:
+        """Some part of an engine finds that nothing may be loaded or saved any more."""
+        if (running := self._running(engine)) is not None:
+            running.switch_off("a part of this world")
+
+    def forget(self, engine: str) -> None:
+        """Other prompts have taken the place of all that an engine held."""
+        if (running := self._running(engine)) is not None:
+            running.forget()
+
+    def preempt(self, engine: str, number: int) -> None:
+        """A host takes the blocks of some requests back."""
+        if (running := self._running(engine)) is not None and running.host is not None:
+            running.host.num_preemptions += number
+
+    def abort(self, engine: str) -> None:
+        """The client of some request leaves."""
+        if (running := self._running(engine)) is not None:
+            running.tell(self._abort_any)
+
+    def _abort_any(self, host: Host) -> None:
+        if live := list(host.requests.values()):
+            host.abort(self._random.choice(live))
+
+    def upon(
+        self, engine: str, moment: str, seconds: float, what: str, given: tuple[Any, ...]
+    ) -> None:
+        """Do something else at the first such moment of an engine."""
+        assert moment in MOMENTS
+        if (running := self._running(engine)) is None:
+            return
+
+        def do() -> None:
+            self.note(f"{moment}: {what} {given}")
+            self.happened[f"moment {moment}"] += 1
+            self.do(what, given)
+
+        running.upon(moment, seconds, do)
 
     def reset_within(self, engine: str) -> None:
         """The connector is reset between a promise and the plan that is to keep it."""
@@ -206,25 +266,25 @@ class World:
 
     def erase(self, salt: str) -> None:
         """An operator erases what was stored for a salt, as `kvferry rm` does."""
-        self._erased[salt] = self.loop.now
-        runs = [*self.engines.values(), *self.past]
-        known = {name_of_mark(mark) for engine in runs for mark in engine.marks_of(salt)}
-        for medium in self.media.by_name.values():
-            of_values = {
-                name: known.intersection(names_in((ChunkKey(b""), [value])))
-                for name, value in medium.values.items()
-            }
-            names = set[str]().union(*of_values.values())
+        media = self.media.by_name.values()
+        namespaces = {found[1] for each in media for name in each.values if (found := _DIR(name))}
+        marks = {salt_mark(bytes.fromhex(namespace), salt) for namespace in namespaces}
+        self.truth.erased.update(dict.fromkeys(marks, self.loop.now))
+        names = {name_of_mark(mark) for mark in marks}
+        for medium in media:
+            for name, value in list(medium.values.items()):
+                if not names.isdisjoint(names_in((ChunkKey(b""), [value]))):
+                    del medium.values[name]
             notice = medium.values.get(NOTICE, b"").decode()
             said = add_to_notice(notice, sorted(names), self.wall())
-            for name, found in of_values.items():
-                if found:
-                    del medium.values[name]
             medium.values[NOTICE] = said.encode()
         if self.scenario.has_files:
-            self.loop.spawn(lambda: self._erase_files(known), "erase", owner="operator")
+            runs = [*self.engines.values(), *self.past]
+            marks = {mark for engine in runs for mark in engine.marks_of(salt)}
+            self.loop.spawn(lambda: self._erase_files(marks), "erase", owner="operator")
 
-    def _erase_files(self, known: set[str]) -> None:
+    def _erase_files(self, marks: set[bytes]) -> None:
+        known = {name_of_mark(mark) for mark in marks}
         for place in sorted(each for each in Path(self.directory).iterdir() if each.is_dir()):
             store = open_one(f"file://{place}", Opening(index=False, may_create=False))
             with store:
@@ -237,12 +297,15 @@ class World:
                     names |= found
                     if found:
                         store.delete(entry.key)
+                found_marks = {mark for mark in marks if name_of_mark(mark) in names}
+                self.truth.erased.update(dict.fromkeys(found_marks, self.loop.now))
                 text = add_to_notice(catalogue.notice(), sorted(names), self.wall())
                 catalogue.notice(text)
 
     def mend_devices(self) -> None:
         self._device_faults.clear()
         for engine in self.engines.values():
+            engine.mend()
             if engine.host is not None:
                 engine.host.num_glitches = 0
 
@@ -258,17 +321,18 @@ class World:
 
     def computed(self, engine: Engine, item: Scheduled) -> None:
         seeds = item.request.seeds[item.num_computed_tokens : item.stop]
-        self._computed.update(dict.fromkeys(seeds, self.loop.now))
+        self.truth.computed.update(dict.fromkeys(seeds, self.loop.now))
 
     def loaded(self, engine: Engine, request: HostRequest, start: int, stop: int) -> None:
         """Whoever loads what was erased must have found it computed again."""
-        erased_at = self._erased.get(request.extra_keys.cache_salt or "")
+        keys, _ = request.noted
+        erased_at = None if keys is None else self.truth.erased.get(keys.mark)
         if erased_at is None:
             return
         if self.loop.now < max(erased_at, self.faults_until) + HEED_SECONDS:
             return
         ends = range(start + engine.shape.chunk_tokens - 1, stop, engine.shape.chunk_tokens)
-        if any(self._computed[request.seeds[end]] < erased_at for end in ends):
+        if self.truth.is_old([request.seeds[end] for end in ends], erased_at):
             raise Wrong("erased", f"{engine.name} loads for {request!r} what was erased")
 
     # -- parts of actions -----------------------------------------------------------------------
@@ -278,6 +342,13 @@ class World:
         if found is None or found.host is None or found.is_ending or not found.is_alive:
             return None
         return found
+
+    def draw(self) -> random.Random:
+        """What the second look draws from: later actions draw the same without it."""
+        return self._looks
+
+    def request_of(self, engine: Engine, ask: Ask) -> HostRequest:
+        return self.request(engine, ask, self.tokens_of(ask))
 
     def new_document(self) -> int:
         """The number of a document that nobody has asked for."""
@@ -316,6 +387,14 @@ class World:
             then()
 
         request.on_end = ended
+        if ask.unread is not None:
+            request.extra_keys = UNREAD
+
+            def read() -> None:
+                self.loop.sleep(ask.unread or 0.0)
+                request.extra_keys = request.true_keys
+
+            self.loop.spawn(read, "adapter", owner="scenario")
         self.requests.append(request)
         if ask.abort_after is not None:
             seconds = ask.abort_after

@@ -1,0 +1,192 @@
+"""A second look at everything, a while after the last fault: what is known is found, each tier
+alone holds what it should, and nothing wrong or erased is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.contract.spec import Mode
+from kvferry.store.kinds import is_peer
+from kvferry.testing.world.engine import Engine
+from kvferry.testing.world.host import HostRequest
+from kvferry.testing.world.loop import Wrong
+from kvferry.testing.world.media import Medium, key_in
+from kvferry.testing.world.scenario import Ask
+from kvferry.testing.world.world import HEED_SECONDS, World
+from kvferry.types import RequestOptions
+
+SETTLE_SECONDS = 60.0
+"""After the end of the last fault, everything works again within this time."""
+
+WRONG_SECONDS = 65.0
+"""So long after a wrong record was found, its key is looked for in stores once more."""
+
+LEAST_BYTES = 1024
+"""A record has more."""
+
+MOST_ASKED = 3
+"""Prompts of the scenario that an engine is asked for once more."""
+
+_APART = RequestOptions(store=False)
+
+
+def look_again(world: World) -> None:
+    """Runs in: the main task. Raises Wrong."""
+    engines = [each for each in world.engines.values() if not (each.off or each.has_lost_plan)]
+    for engine in engines:
+        _ask_again(world, engine)
+    for engine in engines:
+        _check_liveness(world, engine)
+    for engine in engines:
+        for other in engines:
+            if other is not engine:
+                _check_across(world, engine, other)
+    if not (world.happened["kill"] or world.happened["restart"]):
+        _check_erased(world)
+
+
+def _ask_again(world: World, engine: Engine) -> None:
+    """What was asked for in the scenario, once more: from stores, and until no more of that turns
+    out to be wrong."""
+    asked = list(world.asked)
+    world.draw().shuffle(asked)
+    room = engine.shape.host.has_room
+    again = [each for each in asked if room(each.length + each.tail + each.max_tokens)]
+    for _ in range(2 + len(engine.shape.tiers)):
+        num_corrupt = engine.observer["records_corrupt"]
+        requests = [
+            _probe(world, engine, ask, world.tokens_of(ask), pause=0.5)[0]
+            for ask in again[:MOST_ASKED]
+        ]
+        if engine.shape.mode is Mode.WRITE:
+            _check_sizes(world, engine, requests)
+        if engine.observer["records_corrupt"] == num_corrupt:
+            return
+        world.loop.sleep(WRONG_SECONDS)
+    raise Wrong("liveness", f"{engine.name} finds wrong records again and again")
+
+
+def _check_sizes(world: World, engine: Engine, requests: Sequence[HostRequest]) -> None:
+    """What an engine writes that never reads takes the place of what is no record at all."""
+    keys = {key for each in requests for key in each.chunk_keys}
+    for medium in _media_of(world, engine):
+        for name, value in medium.values.items():
+            is_record = name.endswith(".json") or len(value) > LEAST_BYTES
+            if not is_record and key_in(name) in keys:
+                raise Wrong("liveness", f"{medium.name} keeps what is no record: {name}")
+
+
+def _check_liveness(world: World, engine: Engine) -> None:
+    """What was asked for once is found, in memory and in stores; and every tier is up, also one
+    that had refused a value, since it has taken another."""
+    if engine.shape.mode is Mode.BOTH:
+        _check_hits(world, engine)
+    else:  # it learns what became of its saves in the steps of another request, and saves that
+        ask = Ask(world.new_document(), 2 * engine.shape.chunk_tokens, tail=0)
+        _probe(world, engine, ask, world.tokens_of(ask))
+    world.loop.sleep(10.0)
+    engine.check_slots()
+    is_reset = any(world.happened[what] for what in ("reset", "reset_within", "sleep"))
+    is_peer_lost = is_reset or any(
+        world.happened[f"fault {what}"] for what in ("flip", "cut")
+    )  # another model is served there, or wrong records came: it stays away by design
+    for tier in engine.parts[0].store.tiers():
+        may_be_away = is_peer(tier.stat.url) and is_peer_lost
+        if engine.shape.mode is Mode.READ and tier.state == "refuses writes":
+            continue  # nothing was written since
+        if tier.state != "up" and not may_be_away:
+            raise Wrong("liveness", f"{tier.name} of {engine.name} is {tier.state}: {tier}")
+
+
+def _check_hits(world: World, engine: Engine) -> None:
+    chunk, name = engine.shape.chunk_tokens, engine.name
+    fresh = Ask(world.new_document(), 2 * chunk, tail=chunk)  # half of the slots are enough
+    requests = []
+    for what, ask in (("new", fresh), ("known", Ask(0, 4 * chunk, tail=chunk))):
+        tokens = world.tokens_of(ask)
+        requests.append(_probe(world, engine, ask, tokens, forgets=False)[0])
+        if not _hits(world, engine, ask, tokens, forgets=False):
+            raise Wrong("liveness", f"{name} never hits a {what} prompt that it has computed")
+    if all(medium.keeps_all for medium in _media_of(world, engine)):
+        world.loop.sleep(5.0)
+        _check_tiers(world, engine, requests[0])
+    if engine.has_quota or not _media_of(world, engine):
+        return
+    if not all(each.keeps_all for each in world.media.by_name.values()):
+        return
+    if not _hits(world, engine, fresh, world.tokens_of(fresh), forgets=True):
+        raise Wrong("liveness", f"{name} never loads from a store what it has computed")
+
+
+def _check_tiers(world: World, engine: Engine, request: HostRequest) -> None:
+    """Each server alone has all of a prompt that was computed a while ago."""
+    for medium in _media_of(world, engine):
+        has = {key_in(name) for name in medium.values if not name.endswith(".json")}
+        lacks = sum(key not in has for key in request.chunk_keys[:2])
+        if lacks:
+            raise Wrong("liveness", f"{medium.name} lacks {lacks} chunks that {engine.name} has")
+
+
+def _check_across(world: World, engine: Engine, other: Engine) -> None:
+    """An engine finds what another has computed, also if it had found before that it is nowhere."""
+    namespaces = {each.scheduler.requests.namespace for each in (engine, other)}
+    shared = [each for each in _media_of(world, engine) if each in _media_of(world, other)]
+    reads, writes = engine.shape.mode is not Mode.WRITE, other.shape.mode is not Mode.READ
+    if len(namespaces) > 1 or not (reads and writes and shared and shared[0].keeps_all):
+        return
+    chunk = engine.shape.chunk_tokens
+    ask = Ask(world.new_document(), 2 * chunk, tail=chunk)
+    tokens = world.tokens_of(ask)
+    _probe(world, engine, ask._replace(options=_APART), tokens, pause=2.0)
+    _probe(world, other, ask, tokens)
+    if not _hits(world, engine, ask, tokens, forgets=True):
+        raise Wrong("liveness", f"{engine.name} never finds what {other.name} has computed")
+
+
+def _check_erased(world: World) -> None:
+    """Nothing that was erased is stored once more, but by who computed it since."""
+    before = min(world.loop.now - HEED_SECONDS, world.faults_until)
+    for medium in world.media.by_name.values():
+        for name in medium.values:
+            if not name.endswith(".json") and world.truth.is_erased(key_in(name), before):
+                raise Wrong("erased", f"{medium.name} has {name}, which was erased")
+
+
+def _media_of(world: World, engine: Engine) -> list[Medium]:
+    """The servers among its tiers."""
+    hosts = (url.partition("sim://")[2].partition("/")[0] for url in engine.shape.tiers)
+    return [world.media.by_name[host] for host in hosts if host]
+
+
+def _hits(world: World, engine: Engine, ask: Ask, tokens: Sequence[int], *, forgets: bool) -> bool:
+    """Whether a prompt hits: at once, or when it is asked for again a little later."""
+    return any(_probe(world, engine, ask, tokens, forgets=forgets)[1] for _ in range(3))
+
+
+def _probe(
+    world: World,
+    engine: Engine,
+    ask: Ask,
+    tokens: Sequence[int],
+    *,
+    pause: float = 5.0,
+    forgets: bool = True,
+) -> tuple[HostRequest, int]:
+    """Ask an engine whose host forgets its own prefixes, and that `forgets` what its memory holds.
+    Return how many tokens were loaded, or could have been: they were computed for an audit."""
+    num_audited = engine.observer["miss_tokens/audit"]
+    if forgets:
+        engine.forget()
+    else:
+        engine.tell(lambda host: host.pool.reset())
+    request = world.request(engine, ask, tokens)
+    engine.send(request)
+    until = world.loop.now + SETTLE_SECONDS
+    while not request.outcome:
+        if world.loop.now > until:
+            raise Wrong("waits too long", f"{request!r} has not ended")
+        world.loop.sleep(0.1)
+    world.loop.sleep(pause)
+    num_loaded = (request.admitted or (0, 0, 0))[2]
+    return request, num_loaded + engine.observer["miss_tokens/audit"] - num_audited

@@ -1,0 +1,55 @@
+"""What a world knows of all chunks: which content each key stands for, who computed it last, and
+what was erased. So every value that is stored, and every chunk in memory, can be compared at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.testing.world.kv import Content, payload_of
+from kvferry.testing.world.loop import Wrong
+from kvferry.types import ChunkKey
+
+
+class Truth:
+    """See the module.
+
+    Attributes:
+        computed: by the seed of a token, when its KV was computed last.
+        erased: by the mark of a salt, when an operator erased it.
+    """
+
+    def __init__(self) -> None:
+        self.computed: dict[int, float] = {}
+        self.erased: dict[bytes, float] = {}
+        self._contents: dict[ChunkKey, tuple[Content, bytes]] = {}
+
+    def learn(self, key: ChunkKey, content: Content, mark: bytes) -> None:
+        """A request has a chunk with this key. Raises Wrong: the key stands for something else."""
+        known = self._contents.setdefault(key, (content, mark))
+        if known[0].seeds[-1] != content.seeds[-1]:
+            raise Wrong("key", f"{key.hex()} stands for two contents")
+
+    def check_record(self, where: str, key: ChunkKey, record: bytes) -> None:
+        """Raises Wrong: these bytes must not stand under a key."""
+        payload = self._payload(where, key)
+        if record[-len(payload) :] != payload:
+            raise Wrong("wrong record", f"{where} has wrong KV under {key.hex()}")
+
+    def _payload(self, where: str, key: ChunkKey) -> bytes:
+        known = self._contents.get(key)
+        if known is None:
+            raise Wrong("wrong record", f"{where} has {key.hex()}, which no request asked for")
+        return payload_of(known[0])
+
+    def is_erased(self, key: ChunkKey, before: float) -> bool:
+        """Whether a chunk was erased before that time, and nobody has computed it since."""
+        known = self._contents.get(key)
+        erased_at = None if known is None else self.erased.get(known[1])
+        if known is None or erased_at is None or erased_at > before:
+            return False
+        return self.is_old(known[0].seeds[-1:], erased_at)
+
+    def is_old(self, seeds: Sequence[int], erased_at: float) -> bool:
+        """Whether one of these tokens was not computed since then."""
+        return any(self.computed.get(seed, -1.0) < erased_at for seed in seeds)
