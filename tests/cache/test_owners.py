@@ -179,3 +179,13 @@ def test_a_request_that_outlives_a_reset_is_explained_by_what_its_tokens_got(mak
     host.scheduler.reset()
     host.prefill(request)
     assert STAMP in host.finish(request)
+
+
+def test_a_request_that_waits_again_after_a_reset_is_explained_by_what_it_got(make_host, stored):
+    host = make_host(store=stored)
+    request = host.admitted("r", PROMPT, options=RequestOptions(explain=True))
+    host.step([request])
+    host.preempt(request)
+    host.scheduler.reset()
+    host.scheduler.lookup(request, 0)
+    assert STAMP in host.finish(request)

@@ -284,10 +284,10 @@ BUGS = (
               "            self._take_out((slot.key,), ReadFault.NOT_FINITE,"
               " self._requests.namespace)"),)),
     Bug("had: a fault before a plan is begun leaves its loads to the next one", SCHEDULER,
-        "        try:\n            self._follow_identity()\n            self._has_looked_up = False\n"
-        "            self._heed_erased()\n",
-        "        self._heed_erased()\n        try:\n            self._follow_identity()\n"
-        "            self._has_looked_up = False\n"),
+        "            self._heed_erased()\n            if step.pre", "            if step.pre",
+        (Edit(SCHEDULER, "    def build_plan(self, step: StepView) -> Plan:\n",
+              "    def build_plan(self, step: StepView) -> Plan:\n"
+              "        self._heed_erased()\n"),)),
     Bug("had: a fault while a search settles leaves pins without an owner", SEARCHES,
         "        search.state = Settled(hit, before)  # what the audit has pinned has an owner from"
         " here on\n", "",
