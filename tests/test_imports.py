@@ -106,7 +106,7 @@ ONLY_FROM = {
         "doctor",
         "explain.py",
         "survey.py",
-        "testing/world/engine.py",
+        "testing/world",
     ],
     # Hosts and engines alone run models; one command asks which one a directory holds.
     "identity": ["v1", "engine", "adapters", "cli/prompts.py"],
