@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.testing.pools import check_pool, holds_of
+from kvferry.testing.holds import holds_of
+from kvferry.testing.pools import check_pool
 from kvferry.types import ChunkKey
 
 

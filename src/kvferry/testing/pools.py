@@ -6,25 +6,6 @@ from collections.abc import Iterable, Sized
 from typing import Any
 
 
-def holds_of(role: Any) -> list[Any]:  # noqa: ANN401
-    """Return all that owns pins in a scheduler role: of each search, its hit and its audit; loads;
-    and audits."""
-    requests = role.requests.by_id.values()
-    searches = [request.search for request in requests if request.search is not None]
-    hits = [search.hit for search in searches if search.hit is not None]
-    of_requests = (request.audit for request in requests)
-    audits = [
-        *(hit.audit for hit in hits if hit.audit is not None),
-        *(audit for audit in of_requests if audit is not None and audit.is_expected),
-        *role.audits._running.values(),
-    ]
-    return [
-        *(search.pinned for search in searches),
-        *(audit.hold for audit in audits),
-        *(request.load[1] for request in requests if request.load is not None),
-    ]
-
-
 def check_pool(pool: Any, holds: Iterable[Sized] | None = None) -> None:  # noqa: ANN401
     """Check that no slot of a `HostPool` is lost, in two places, or in a wrong state; and, given
     all holds, that each pin has an owner. Raises AssertionError."""

@@ -18,7 +18,8 @@ from kvferry.keys import ModelIdentity, salt_mark
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
-from kvferry.testing.pools import check_pool, holds_of
+from kvferry.testing.holds import holds_of
+from kvferry.testing.pools import check_pool
 from kvferry.testing.world.host import Host, HostRequest, HostShape, Scheduled
 from kvferry.testing.world.kv import Content, RankKV
 from kvferry.testing.world.loop import Loop, Task, Wrong
