@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kvferry.cache.deciding.hold import Hold
-from kvferry.cache.deciding.scheduler import CacheScheduler
+from typing import Any
 
 
-def holds_of(role: CacheScheduler) -> list[Hold]:
+def holds_of(role: Any) -> list[Any]:  # noqa: ANN401
     """Return all that owns pins: of each search, its hit and its audit; loads; and audits."""
     requests = role.requests.by_id.values()
     searches = [request.search for request in requests if request.search is not None]
