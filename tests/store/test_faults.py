@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvferry.store.faults import Faults
 from kvferry.store.file import database, directory, store
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening, ServerBounds
+from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tiered import TieredStore
@@ -287,3 +289,27 @@ def test_a_trial_of_a_store_that_breaks_its_contract_does_not_spin(counts, caplo
         wait_until(lambda: "away" in repr(made), "it is not used")
         assert "TypeError: a bug" in caplog.text
         assert broken.num_reads == 1
+
+
+def test_a_thread_whose_store_breaks_its_contract_at_every_call_rests_and_ends(counts, caplog):
+    class Broken(MemoryStore):
+        num_asked = 0
+
+        def accepts(self):
+            if threading.current_thread().name == "kvferry-tier":
+                self.num_asked += 1
+                raise TypeError("a bug")
+            return super().accepts()
+
+    broken = Broken("far")
+    patience = Patience(look_seconds=60.0, close_seconds=60.0)
+    with TieredStore([MemoryStore(), broken], counts, patience=patience) as made:
+        assert made.put(make_key(), [b"value"]).is_there
+        wait_until(lambda: broken.num_asked, "its thread asks")
+        for number in range(2000):  # while it could spin
+            made.where(make_key(number))
+        assert broken.num_asked == 1
+        thread = made._threads[1]._thread
+    assert not thread.is_alive(), "a close ends it at once"
+    assert broken.num_asked <= 3
+    assert len([line for line in caplog.messages if "TypeError: a bug" in line]) == 1

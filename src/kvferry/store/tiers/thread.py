@@ -89,17 +89,20 @@ class TierThread:
     def _run(self) -> None:
         begin_io_thread()
         while True:
-            is_last = self._closing.is_set()
+            is_last, is_broken = self._closing.is_set(), False
             try:
                 with self._target.faults.guard("copy"):
                     self.run_due()
             except StoreError:  # of a store that broke its contract; after a while, others go on
+                is_broken = True
                 self._closing.wait(self._target.patience.look_seconds)
-                continue
             with self._lock:
-                if is_last or not (self._waiting or self._target.next_try < math.inf):
+                is_idle = not (is_broken or self._waiting or self._target.next_try < math.inf)
+                if is_last or is_idle:
                     self._thread, self._is_at_work = None, False
                     return
+                if is_broken:
+                    continue
                 self._is_at_work = False
             seconds = self._target.next_try - self._target.clock()
             self._closing.wait(max(0.0, min(seconds, self._target.patience.look_seconds)))
