@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvferry.record.check import namespace_of
 from kvferry.store.base import ASK_SECONDS
-from kvferry.store.kind import Opening
+from kvferry.store.kind import Opening, ServerBounds
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
+from tests.store.errors import Stuck
 from tests.store.servers.remote_client import DictClient
 
 PROMPT = list(range(41))
@@ -115,6 +119,35 @@ def test_what_the_server_evicted_since_it_was_asked_is_a_miss(make_reader, serve
     server.clear()
     assert host.run("again", PROMPT).num_external_tokens == 0
     assert host.observer["miss_absent"] >= 1
+
+
+@pytest.mark.parametrize("method", ["exists", "put", "read"])
+def test_a_client_that_hangs_stops_no_engine(make_host, server, caplog, method):
+    """Its prompts are served, and the reason of their misses names class and method."""
+    stuck = Stuck(method)
+    stuck.values = server
+    bounds = ServerBounds(probe_seconds=0.05, quick_seconds=0.05, close_seconds=0.05)
+    remote = RemoteStore("memory://server", stuck, Opening(bounds=bounds))
+    patience = Patience(hang_seconds=0.05, write_seconds=0.05, close_seconds=0.1)
+    host = make_host(store=TieredStore([remote], patience=patience), load_timeout_seconds=0.2)
+    said = f"Stuck.{method} does not end"
+    turns = itertools.count()
+
+    def is_named():
+        turn = next(turns)
+        hit = host.run(f"stored {turn}", PROMPT).num_external_tokens
+        assert hit == (40 if method == "put" else 0)
+        new = [1000 + turn] * 41
+        assert host.run(f"new {turn}", new).num_external_tokens == 0
+        return said in caplog.text
+
+    try:
+        wait_until(is_named, "it is named", 60.0)
+        if method != "put":  # which explains no miss
+            (tier,) = host.parts[0].store.tiers()
+            assert said in tier.fault.text
+    finally:
+        stuck.ends.set()
 
 
 @pytest.mark.parametrize("has_tiers", [False, True])
