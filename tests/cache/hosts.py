@@ -16,7 +16,7 @@ from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import Store
 from kvferry.types import KVGroup
-from tests.cache.pools import check_pool, holds_of
+from tests.cache.pools import check_pool
 from tests.host_tables import HostTable, parts_of_tables, table_per_group
 from tests.simulated_host import SimulatedHost
 
@@ -92,6 +92,6 @@ def make_shared_storage_host(
         [(spec, part.worker(setup)) for spec, part in zip(specs, parts, strict=True)],
         num_blocks=num_blocks,
         tables=tables,
-        check=lambda: check_pool(scheduler.pool, holds_of(scheduler)),
+        check=lambda: check_pool(scheduler.pool, scheduler.holds()),
     )
     return host, parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvferry.cache.deciding.host_pool import HostPool, Slot
-from kvferry.testing.holds import holds_of
 from kvferry.testing.pools import check_pool
 from kvferry.types import ChunkKey
 
@@ -23,4 +22,4 @@ def held_keys(pool: HostPool) -> set[ChunkKey]:
     return set(pool._by_key)
 
 
-__all__ = ["check_pool", "held_keys", "holds_of", "slot_at", "slots_of"]
+__all__ = ["check_pool", "held_keys", "slot_at", "slots_of"]

@@ -29,7 +29,7 @@ from kvferry.layout.states import components_of
 from kvferry.observe import Counters
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import NULL_BLOCK, KVGroup, OfferedState, StateKind, TablePart
-from tests.cache.pools import check_pool, holds_of
+from tests.cache.pools import check_pool
 from tests.simulated_host import prefix_seeds
 from tests.state_models import MODELS, Place
 
@@ -326,7 +326,7 @@ class StatefulHost:
                 self.release(request)
                 request.num_computed_tokens, request.block_ids = 0, ([], [], [])
         self.scheduler.update_output(output)
-        check_pool(self.role.pool, holds_of(self.role))
+        check_pool(self.role.pool, self.role.holds())
         return False
 
     def _forward(self, rank: _Rank, request: StatefulHostRequest, tokens: int) -> None:

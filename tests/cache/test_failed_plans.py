@@ -19,7 +19,7 @@ from kvferry.store.io_pool import IOPool
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.faults import Gate
 from tests.cache.hosts import make_groups
-from tests.cache.pools import check_pool, holds_of, slots_of
+from tests.cache.pools import check_pool, slots_of
 
 from .keeping import NUM_CHUNKS, PROMPT, keys_of
 
@@ -65,7 +65,7 @@ def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, mon
         patch.setattr(role.saves, part, lambda *_: 1 / 0)
         plan = build_plan(host, request)
     assert plan.lost_block_ids
-    check_pool(host.pool, holds_of(role))
+    check_pool(host.pool, role.holds())
     assert host.pool.num_taken == 0
     assert not build_plan(host, request).plan.loads
 
@@ -111,7 +111,7 @@ def test_a_fault_anywhere_in_building_a_plan_leaks_no_slot(
         plan = build_plan(host, request)
     assert raised == [name]
     assert plan.lost_block_ids
-    check_pool(host.pool, holds_of(role))
+    check_pool(host.pool, role.holds())
     assert all(slot.is_idle for slot in slots_of(host.pool).values())
     host.finish(request)
     assert not any(slot.pins for slot in slots_of(host.pool).values())
@@ -122,7 +122,7 @@ def test_a_fault_anywhere_in_building_a_plan_leaks_no_slot(
     host.settle()
     assert host.observer["audits"] == 1
     assert sum(1 for _ in directory.rglob("*.safetensors")) == len(longer) // 8
-    check_pool(host.pool, holds_of(role))
+    check_pool(host.pool, role.holds())
 
 
 def test_a_promise_that_a_reset_dropped_before_its_plan_is_a_failed_load(make_host, stored):
@@ -136,7 +136,7 @@ def test_a_promise_that_a_reset_dropped_before_its_plan_is_a_failed_load(make_ho
     host.step([request], tokens=1)
     assert host.invalid_block_ids == promised
     host.complete(request)  # the host checks what it computed
-    check_pool(host.pool, holds_of(role))
+    check_pool(host.pool, role.holds())
 
 
 def test_a_request_of_which_the_host_takes_more_than_promised_is_a_failed_load(make_host, stored):

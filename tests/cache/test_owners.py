@@ -17,7 +17,7 @@ from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, RequestOptions
 from tests.cache.keeping import PROMPT, keys_of, wait_for
-from tests.cache.pools import check_pool, holds_of
+from tests.cache.pools import check_pool
 from tests.store.servers.remote_client import DictClient
 
 HIT = 40
@@ -136,7 +136,7 @@ def test_a_fault_before_a_plan_is_begun_leaves_no_load_to_a_later_one(
         plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     assert plan.lost_block_ids
     assert role.requests.by_id["reader"].load is None
-    check_pool(host.pool, holds_of(role))
+    check_pool(host.pool, role.holds())
 
 
 def test_a_fault_while_a_search_settles_leaves_no_pin_without_an_owner(
@@ -157,7 +157,7 @@ def test_a_fault_while_a_search_settles_leaves_no_pin_without_an_owner(
     monkeypatch.setattr(role._searches, "_learn", learn_later)
     while host.scheduler.lookup(request, 0).num_tokens is None:
         host.step([])
-    check_pool(host.pool, holds_of(role))
+    check_pool(host.pool, role.holds())
     role.request_finished(request, ())
     assert host.pool.num_pins == 0
 

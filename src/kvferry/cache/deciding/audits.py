@@ -19,7 +19,7 @@ A difference that is nearly a mismatch is used, and logged and counted (`DOUBTFU
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.blocks.tolerance import (
@@ -194,6 +194,10 @@ class Audits:
         unchecked = tuple(self._unchecked)
         self._unchecked.clear()
         return unchecked
+
+    def holds(self) -> Iterator[Hold]:
+        """The pins of comparisons that ranks make."""
+        return (audit.hold for audit in self._running.values())
 
     @property
     def has_unchecked(self) -> bool:

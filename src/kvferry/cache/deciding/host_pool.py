@@ -152,6 +152,10 @@ class HostPool:
         """Number of pins of all slots. Walks the slots."""
         return sum(slot.pins for slot in self._slots.values())
 
+    def pinned(self) -> list[Slot]:
+        """The slots that have pins. Walks the slots."""
+        return [slot for slot in self._slots.values() if slot.pins]
+
     @property
     def num_assigned(self) -> int:
         """Number of slots that have a chunk, or get one."""

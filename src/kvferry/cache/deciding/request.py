@@ -5,6 +5,7 @@ Each event of a request is one method here, which ends all that the event ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.cache.deciding.audits import Audit
@@ -54,6 +55,17 @@ class Request:
         if self.load is not None or self.is_saving or self.is_queued:
             return True
         return self.audit is not None and self.audit.is_expected
+
+    def holds(self) -> Iterator[Hold]:
+        """All pins that it has."""
+        if self.search is not None:
+            yield self.search.pinned
+            if self.search.hit is not None and self.search.hit.audit is not None:
+                yield self.search.hit.audit.hold
+        if self.audit is not None and self.audit.is_expected:
+            yield self.audit.hold
+        if self.load is not None:
+            yield self.load[1]
 
     # -- events ---------------------------------------------------------------------------------
 

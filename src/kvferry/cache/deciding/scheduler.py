@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from kvferry.cache.deciding.accounts import Accounts, Announcer, explained, not_
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.erased import Erased, is_of_request
 from kvferry.cache.deciding.handovers import Handovers
+from kvferry.cache.deciding.hold import Hold
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.miss import Miss, refused
+from kvferry.cache.deciding.owners import leaves_no_pin
 from kvferry.cache.deciding.policy import LoadPolicy, ProducerWaits
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
@@ -212,6 +214,7 @@ class CacheScheduler(SchedulerRole):
             )
         return request.search
 
+    @leaves_no_pin
     def on_new_request(self, view: RequestView) -> None:
         self._follow_identity()
         if self._refusal(view) is not None:
@@ -224,6 +227,7 @@ class CacheScheduler(SchedulerRole):
         elif view.handover is not None:
             self._searches.probe(self._track(view).keys.keys)  # which chunks the store lacks
 
+    @leaves_no_pin
     def lookup(self, view: RequestView, num_local_tokens: int) -> LookupResult:
         self._follow_identity()
         if not self._has_looked_up:  # before any hit of this step is promised
@@ -260,6 +264,7 @@ class CacheScheduler(SchedulerRole):
 
     # -- allocation -----------------------------------------------------------------------------
 
+    @leaves_no_pin
     def update_after_alloc(
         self, view: RequestView, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
@@ -306,6 +311,12 @@ class CacheScheduler(SchedulerRole):
     def empty_plan(self) -> Plan:
         return EMPTY_PLAN
 
+    def holds(self) -> Iterator[Hold]:
+        """All that owns pins."""
+        for request in self.requests.by_id.values():
+            yield from request.holds()
+        yield from self.audits.holds()
+
     def _heed_erased(self) -> None:
         """Drop what commands erased: from memory, and of live requests what is still to be saved.
         What a live request was promised is loaded; nobody else finds it."""
@@ -321,6 +332,7 @@ class CacheScheduler(SchedulerRole):
         self._erased.heeded(pending)
         logger.info("dropped from memory what a command erased (%d names)", len(names))
 
+    @leaves_no_pin
     def build_plan(self, step: StepView) -> Plan:
         try:
             if self.identity.state is not self._state:  # asked twice, as every step comes here
@@ -331,12 +343,10 @@ class CacheScheduler(SchedulerRole):
                 self._preempt(step)
             return self._plan(step)
         except Exception:
+            # The guard reports its loads as failed: no later plan may carry them.
+            self.requests.planned()
             self._cancel_copies()
             raise
-        finally:
-            # The plan carries the loads. If it could not be built, the guard reports them as
-            # failed, and no later plan may carry them.
-            self.requests.planned()
 
     def _preempt(self, step: StepView) -> None:
         # A host that preempts everything can admit a request again in the same step: the load of a
@@ -361,12 +371,14 @@ class CacheScheduler(SchedulerRole):
             loads = tuple(each.load[0] for each in self.requests.at_work if each.load is not None)
         timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
         unchecked = self.audits.take_unchecked() if self.audits.has_unchecked else ()
+        self.requests.planned()
         if not (loads or saves or unchecked or timed or self.pool.has_work):
             return EMPTY_PLAN
-        fetches, cancels = self.pool.pop_orders()
+        number, first = next(self._plan_numbers), self.identity.first
+        fetches, cancels = self.pool.pop_orders()  # last, as no later plan has them
         return CachePlan(
             pool=self.pool.pool_id,
-            number=next(self._plan_numbers),
+            number=number,
             fetches=fetches,
             cancels=cancels,
             loads=loads,
@@ -375,7 +387,7 @@ class CacheScheduler(SchedulerRole):
             failures_known=self.saves.failures_known,
             timed=timed,
             namespace=self.requests.namespace,
-            first_namespace=self.identity.first,
+            first_namespace=first,
         )
 
     def _find_running(self, step: StepView) -> list[tuple[ScheduledRequest, Request]]:
@@ -447,6 +459,7 @@ class CacheScheduler(SchedulerRole):
 
     # -- reports --------------------------------------------------------------------------------
 
+    @leaves_no_pin
     def update_output(self, output: WorkerOutput) -> None:
         self._follow_identity()
         if isinstance(output.meta, CacheMeta):
@@ -497,6 +510,7 @@ class CacheScheduler(SchedulerRole):
 
     # -- ends -----------------------------------------------------------------------------------
 
+    @leaves_no_pin
     def request_finished(self, view: RequestView, block_ids: BlockTable) -> FinishResult:
         self._follow_identity()
         refusal = self._refusal(view)

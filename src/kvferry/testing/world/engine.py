@@ -18,7 +18,6 @@ from kvferry.keys import ModelIdentity, salt_mark
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
-from kvferry.testing.holds import holds_of
 from kvferry.testing.pools import check_pool
 from kvferry.testing.world.host import Host, HostRequest, HostShape, Scheduled
 from kvferry.testing.world.kv import Content, RankKV
@@ -376,7 +375,7 @@ class Engine:
         """What holds after every step."""
         pool = self.scheduler.pool
         try:
-            check_pool(pool, holds_of(self.scheduler))
+            check_pool(pool, self.scheduler.holds())
         except AssertionError as error:
             raise Wrong("pool", f"of {self.name}: {error}") from error
         self._check_owners()
