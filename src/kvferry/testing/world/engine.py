@@ -14,7 +14,7 @@ from kvferry.cache.build import PrefixCache
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.spec import EngineSpec, Mode
-from kvferry.keys import ModelIdentity, salt_mark
+from kvferry.keys import UNREAD, ModelIdentity, salt_mark
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
@@ -40,6 +40,7 @@ class EngineShape:
         options: other options of the cache, but for the slots.
         num_slots: chunks that host memory holds.
         num_groups: KV groups of the model: engines that differ in this share nothing.
+        late_weights: so many seconds after its start the weights are hashed; 0: before it.
         names_weights: whether a file names the weights that run, so that a reset need not end the
             use of what is stored.
         strict: whether whatever a hook raises ends the scenario, as it should unless it is part of
@@ -58,6 +59,7 @@ class EngineShape:
     recomputes: bool = False
     strict: bool = True
     names_weights: bool = False
+    late_weights: float = 0.0
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -85,7 +87,8 @@ class EngineShape:
         )
         return EngineSpec(
             identity=ModelIdentity(
-                weights=weights.to_bytes(32), config={"model_type": "simulated"}
+                weights=UNREAD if self.late_weights else weights.to_bytes(32),
+                config={"model_type": "simulated"},
             ),
             groups=self.groups,
             shard=tensor_parallel_shard(self.groups, rank, self.world_size),
@@ -313,6 +316,8 @@ class Engine:
             PrefixCache(spec, options, self.observer, has_scheduler=rank == 0)
             for rank, spec in enumerate(specs)
         ]
+        for part in self.parts if shape.late_weights else ():
+            self._name_later(part, self.weights.to_bytes(32))
         draw = random.Random(self._random.random()).random
         self.scheduler = self.parts[0].scheduler(draw=draw)
         role = GuardedScheduler(
@@ -331,6 +336,16 @@ class Engine:
         self.host.weights = self.weights
         self.host.longest_wait = 2.0 * self.parts[0].config.load_timeout_seconds + 3.0
         self._namespaces.add(self.scheduler.requests.namespace)
+
+    def _name_later(self, part: PrefixCache, weights: bytes) -> None:
+        """A rank hashes its weights while it serves."""
+        seconds = self.shape.late_weights * self._random.uniform(0.5, 1.5)
+
+        def name() -> None:
+            self.loop.sleep(seconds)
+            part.identity.name(weights)
+
+        self.loop.spawn(name, "hash of weights")
 
     def _close(self) -> None:
         assert self.host is not None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.handover import STAMP
-from kvferry.contract.messages import Plan, WorkerOutput
+from kvferry.contract.messages import LookupMiss, Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
 from kvferry.keys import ChunkKeys
@@ -382,7 +382,7 @@ class Host:
             keys = self._block_keys(request)
             local = self.pool.find_prefix(keys) if self.shape.prefix_caching else []
             num_local = len(local) * self.shape.block_size
-            answer = self.role.lookup(request, num_local).num_tokens
+            answer, _, reason = self.role.lookup(request, num_local)
             self._watch.asked(request)
             if answer is None:
                 self._check_patience(request)
@@ -394,6 +394,8 @@ class Host:
             if not self._take_blocks(request, local, num_computed + num_tokens):
                 self.waiting.appendleft(request)
                 break
+            if request.extra_keys.cacheable and reason is not LookupMiss.HASHING:
+                self.ledger.local += num_local  # else all counts as missed
             self._admit(request, num_local, answer)
             self._add(step, request, num_tokens)
             budget -= num_tokens
@@ -405,7 +407,6 @@ class Host:
             request.was_off = self.off
         request.admitted = request.admitted or (num_tokens, num_local, num_external)
         self.ledger.tokens += num_tokens
-        self.ledger.local += num_local if request.extra_keys.cacheable else 0  # else all are missed
         self.ledger.external += num_external
         if num_external:
             self._watch.loaded(request, num_local, num_local + num_external)

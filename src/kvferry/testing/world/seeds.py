@@ -112,6 +112,7 @@ def _engine(
         recomputes=rng.random() < 0.5,
         strict=rng.random() < 0.8,
         names_weights=rng.random() < 0.3,
+        late_weights=rng.choice((0.0,) * 7 + (0.5, 5.0)),
         mode=rng.choice((Mode.BOTH,) * 8 + (Mode.READ, Mode.WRITE)),
     )
 
