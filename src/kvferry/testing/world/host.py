@@ -57,6 +57,7 @@ class HostRequest:
         true_keys: what decides its KV.
         noted: keys of its chunks that a world knows, and how many of them.
         was_off: why the cache was off when it was first admitted.
+        is_tainted: whether its host lets it run on although it has read from a failed load.
         is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
         on_end: called once it has ended.
     """
@@ -75,6 +76,7 @@ class HostRequest:
     admitted: tuple[int, int, int] | None = None
     asks_since: float | None = None
     is_spoilt: bool = False
+    is_tainted: bool = False
     outcome: str = ""
     params: Mapping[str, Any] | None = None
     noted: tuple[ChunkKeys | None, int] = (None, 0)
@@ -130,6 +132,9 @@ class HostShape:
 
     Attributes:
         late: whether a step is planned before the output of the last one has come.
+        offers_early: whether other requests share blocks as soon as a step is planned that fills
+            them. Of those that share one whose load failed, only the first is computed again then;
+            the others run on, as in some vLLM.
     """
 
     block_size: int = 4
@@ -138,6 +143,7 @@ class HostShape:
     max_requests: int = 4
     prefix_caching: bool = True
     late: bool = False
+    offers_early: bool = False
     tokens_per_second: float = 5000.0
 
     def has_room(self, num_tokens: int) -> bool:
@@ -297,7 +303,7 @@ class Host:
             raise Wrong("explained", f"{request!r} met a cache that is off, and is told {params}")
 
     def _check_kv(self, request: HostRequest) -> None:
-        if request.is_spoilt:
+        if request.is_spoilt or request.is_tainted:
             return
         for _, kv in self.ranks:
             seeds = request.seeds[: request.num_computed_tokens]
@@ -309,7 +315,7 @@ class Host:
         request.block_ids = []
         request.num_computed_tokens = 0
         request.turn += 1
-        request.is_spoilt = False
+        request.is_spoilt = request.is_tainted = False
 
     # -- scheduling -----------------------------------------------------------------------------
 
@@ -329,6 +335,8 @@ class Host:
             if num_tokens and self._grow(request, num_tokens, step):
                 self._add(step, request, num_tokens)
                 budget -= num_tokens
+        for item in step.scheduled if self.shape.offers_early else ():
+            self._commit(item.request, item.stop)
         if not step.preempted_request_ids:
             self._admit_waiting(step, budget)
         if self.resets_within and step.scheduled:
@@ -398,6 +406,8 @@ class Host:
                 self.ledger.local += num_local  # else all counts as missed
             self._admit(request, num_local, answer)
             self._add(step, request, num_tokens)
+            if self.shape.offers_early:
+                self._commit(request, request.num_computed_tokens)
             budget -= num_tokens
         self.waiting.extendleft(reversed(asked))
 
@@ -463,6 +473,7 @@ class Host:
         seconds = 0.002 + num_tokens / self.shape.tokens_per_second
         for item in step.scheduled[: self.num_glitches]:
             item.request.is_spoilt = True
+            self.pool.uncache(self._written(step, item.request))
             self.num_glitches -= 1
         order = list(range(len(self.ranks)))
         self._random.shuffle(order)
@@ -485,6 +496,8 @@ class Host:
             silent = {each.block for each in tokens if not self._is_glitch(request, each)}
             if not silent:
                 request.is_spoilt = True
+            elif request.is_tainted:
+                self._bad |= self._written(step, request)
             elif silent := silent - self._bad:
                 raise Wrong(
                     "wrong KV",
@@ -539,7 +552,7 @@ class Host:
             request = item.request
             if request.turn != item.turn or request not in self.running:
                 continue
-            if not request.is_spoilt:
+            if not (request.is_spoilt or request.is_tainted):
                 self._commit(request, item.stop)
             if item.stop == len(request.all_token_ids):
                 if len(request.all_token_ids) - request.num_prompt_tokens >= request.max_tokens:
@@ -563,11 +576,16 @@ class Host:
         """Compute again from the first block on whose load failed."""
         if not invalid:
             return
-        size = self.shape.block_size
+        size, again = self.shape.block_size, set[int]()
         for request in self.running:
             computed = request.block_ids[: self._num_blocks(request.num_computed_tokens)]
-            first = next((i for i, block in enumerate(computed) if block in invalid), None)
-            if first is not None:
-                request.num_computed_tokens = first * size
-                request.turn += 1
+            bad = [block for block in computed if block in invalid]
+            if not bad:
+                continue
+            if self.shape.offers_early and again.issuperset(bad):
+                request.is_tainted = True
+                continue
+            again.update(bad)
+            request.num_computed_tokens = computed.index(bad[0]) * size
+            request.turn += 1
         self.pool.uncache(invalid)

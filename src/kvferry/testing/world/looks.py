@@ -39,6 +39,8 @@ def look_again(world: World) -> None:
     for engine in engines:
         _check_liveness(world, engine)
     for engine in engines:
+        _check_second(world, engine)
+    for engine in engines:
         for other in engines:
             if other is not engine:
                 _check_across(world, engine, other)
@@ -126,6 +128,24 @@ def _check_tiers(world: World, engine: Engine, request: HostRequest) -> None:
         lacks = sum(key not in has for key in request.chunk_keys[:2])
         if lacks:
             raise Wrong("liveness", f"{medium.name} lacks {lacks} chunks that {engine.name} has")
+
+
+def _check_second(world: World, engine: Engine) -> None:
+    """What one server does not give, the next one does, at once."""
+    media = _media_of(world, engine)
+    is_slow = engine.scheduler.policy.is_any_slow
+    if engine.shape.mode is not Mode.BOTH or engine.has_quota or len(media) < 2 or is_slow:
+        return
+    if not all(each.keeps_all for each in media):
+        return
+    chunk = engine.shape.chunk_tokens
+    ask = Ask(world.new_document(), 2 * chunk, tail=chunk)
+    tokens = world.tokens_of(ask)
+    _probe(world, engine, ask, tokens)
+    world.do("fault", (media[0].name, "error", 2.0, ""))
+    if not _probe(world, engine, ask, tokens)[1] and not engine.scheduler.policy.is_any_slow:
+        raise Wrong("liveness", f"{engine.name} does not load from {media[1].name} meanwhile")
+    world.loop.sleep(SETTLE_SECONDS)
 
 
 def _check_across(world: World, engine: Engine, other: Engine) -> None:

@@ -98,8 +98,9 @@ def _engine(
         num_blocks=rng.choice((30, 40, 96, 200)),
         max_tokens=rng.choice((6, 16, 64, 200)),
         max_requests=rng.choice((2, 4, 8)),
-        prefix_caching=rng.random() < 0.4,
+        prefix_caching=rng.random() < 0.5,
         late=rng.random() < 0.3,
+        offers_early=rng.random() < 0.4,
         tokens_per_second=rng.choice((300.0, 2000.0, 50_000.0)),
     )
     return EngineShape(
