@@ -13,8 +13,8 @@ from kvferry.testing.world.named import SCENARIOS
 from kvferry.testing.world.running import run, worlds
 from kvferry.testing.world.seeds import draw
 
-NUM_SEEDS = 32
-PER_TEST = 8
+NUM_SEEDS = 64
+PER_TEST = 16
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, PER_TEST))

@@ -203,7 +203,7 @@ def _given(
     if what in ("fault", "damage"):
         kind = rng.choice(DAMAGE if what == "damage" else OUTAGES)
         owner = rng.choice(("", name)) if kind != "partition" else name
-        seconds = round(rng.choice((0.3, 3.0, 3.0, 30.0, 30.0, 200.0)) * rng.random(), 3)
+        seconds = round(rng.choice((0.3, 3.0, 30.0, 200.0)) * rng.random(), 3)
         places = media if kind == "odd" else [*media, "wire"]
         return rng.choice(places), kind, seconds, owner
     if what == "suffer":
