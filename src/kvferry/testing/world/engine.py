@@ -369,7 +369,8 @@ class Engine:
     def asked(self, request: HostRequest) -> None:
         """Note what the keys of its chunks stand for."""
         found = self.scheduler.requests.by_id.get(request.request_id)
-        if found is None or found.is_past:
+        is_named = self.scheduler.identity.state.epoch is not None  # else keys are of no model yet
+        if found is None or found.is_past or not is_named:
             return
         keys, size = found.keys, self.shape.chunk_tokens
         known, num_known = request.noted

@@ -413,7 +413,7 @@ class Host:
 
     def _admit(self, request: HostRequest, num_local: int, num_external: int) -> None:
         num_tokens = len(request.all_token_ids)
-        if not request.admitted:
+        if not request.admitted and request.extra_keys.cacheable:
             request.was_off = self.off
         request.admitted = request.admitted or (num_tokens, num_local, num_external)
         self.ledger.tokens += num_tokens
