@@ -10,6 +10,7 @@ import pytest
 from kvferry.identity import weight_files
 from kvferry.v1.running_model import loads_of
 from tests.identity.test_weight_files import BESIDE, write_files
+from tests.real_vllm.host import RELEASE
 
 FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral")
 
@@ -26,7 +27,9 @@ def test_vllm_reads_nothing_that_does_not_count(tmp_path: Path, load_format: str
         config: Any = LoadConfig(load_format=load_format)
         loads = loads_of(config.load_format)
         try:
-            found = DefaultModelLoader(config)._prepare_weights(str(model), None, None, True, None)
+            of_old = (str(model), None, True, None)
+            given = of_old if RELEASE < (0, 28) else (str(model), None, None, True, None)
+            found = DefaultModelLoader(config)._prepare_weights(*given)
         except RuntimeError:  # nothing that this format reads
             continue
         read = {Path(path).name for path in found[1]}
