@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvferry
+from kvferry.doctor import stores as doctor_stores
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Counters
 from kvferry.store import kinds
@@ -170,6 +171,10 @@ def test_two_packages_for_one_scheme_are_both_named(install: Install) -> None:
 OPENERS = {
     "nothing": ("return None", "it returned a NoneType, not a RemoteStore"),
     "a client": ("return ToyClient('a', refuses=False)", "it returned a ToyClient, not a Remote"),
+    "no text as its URL": (
+        "return RemoteStore(url, ToyClient('a', refuses=False), opening)",
+        "the URL of its RemoteStore is a StoreUrl, not text",
+    ),
     "a store": ("return MemoryStore()", "it returned a MemoryStore, not a RemoteStore"),
     "a store of its own": ("return Shelf('x', None)", "it returned a Shelf, not a RemoteStore"),
     "a bug": ("return url.host", "AttributeError (blobs.py, line 15)"),
@@ -211,6 +216,40 @@ KIND = replace(toy.KIND, open=open_it)
     assert any(f"blobs.open_it failed: {said}" in line for line in found("blobs://shelf"))
 
 
+PARTS = {
+    "a path's check": (
+        "check_path=refuse, hosts=''",
+        "blobs.refuse failed: KeyError (blobs.py, li",
+    ),
+    "options": ("options=Options", "blobs.Options failed: KeyError (blobs.py, line"),
+    "no options": ("options=5", "builtins.int failed: TypeError ("),
+}
+
+
+@pytest.mark.parametrize(("part", "said"), PARTS.values(), ids=PARTS)
+def test_a_part_of_a_kind_that_fails_is_one_line_of_engines_and_doctor(
+    install: Install, found, part: str, said: str
+) -> None:
+    """It is a wrong configuration, as an option that does not exist."""
+    code = f"""
+from dataclasses import dataclass, replace
+from tests.store import toy
+def refuse(*_arguments):
+    raise KeyError("secret")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    __post_init__ = refuse
+KIND = replace(toy.KIND, {part})
+"""
+    install("blobs", code, blobs="blobs:KIND")
+    with pytest.raises(ConfigError) as refusal:
+        open_store("blobs://shelf", start_seconds=0.2)
+    assert str(refusal.value).startswith(said)
+    (line,) = found("blobs://shelf")
+    assert line.startswith("bug blobs://shelf: ")
+    assert said in line
+
+
 def test_an_opener_that_does_not_end_is_named_by_engines_and_doctor(
     install: Install, found, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,7 +284,7 @@ KIND = replace(toy.KIND, open=open_it)
 @pytest.mark.parametrize("hosts", [False, True])
 @pytest.mark.parametrize("fault", ["raise KeyError('secret')", "return []"])
 def test_doctor_looks_up_in_a_server_of_ones_own_as_engines_do(
-    install: Install, found, fault: str, hosts: bool
+    install: Install, found, monkeypatch: pytest.MonkeyPatch, fault: str, hosts: bool
 ) -> None:
     code = f"""
 from dataclasses import replace
@@ -259,4 +298,6 @@ def open_it(url, options, opening):
 KIND = replace(toy.KIND, open=open_it{"" if hosts else ", hosts=None"})
 """
     install("blobs", code, blobs="blobs:KIND")
-    assert any("Shelf.exists failed" in line for line in found("blobs://shelf"))
+    monkeypatch.setattr(doctor_stores, "ANSWER_SECONDS", 60.0)  # on a machine that stalls
+    lines = found("blobs://shelf", "--timeout", 300)
+    assert "Shelf.exists failed" in " ".join(lines)

@@ -7,7 +7,8 @@ import math
 import posixpath
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -17,7 +18,7 @@ from kvferry.config import OPTION_NAME, build_config, format_size, unknown
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store, ValueCheck
-from kvferry.store.faults import Calls, Faults
+from kvferry.store.faults import Calls, Faults, reason_of
 from kvferry.store.kind import HOST, Opening, StoreKind, StoreUrl, is_host, shown_url
 from kvferry.store.kinds import MODULES, find_kind, kind_of, schemes
 from kvferry.store.servers.remote import RemoteStore
@@ -63,7 +64,8 @@ def parse_store_url(url: str | StoreUrl) -> StoreUrl:
     path = _unquote(where, raw_path, repr(raw_path))
     if "\0" in path:
         raise ConfigError(f"{where}: a path cannot hold a zero byte")
-    kind.check_path(where, raw_path, path)
+    with _named(kind.check_path):
+        kind.check_path(where, raw_path, path)
     return StoreUrl(scheme=scheme, path=path, options=_parse_options(where, query))
 
 
@@ -137,7 +139,9 @@ def read_options(url: StoreUrl) -> object:
     Raises:
         ConfigError: an option is unknown or wrong. The message does not show its value.
     """
-    return build_config(kind_of(url.scheme).options, url.options, where=url.where, hides=True)
+    options = kind_of(url.scheme).options
+    with _named(options):
+        return build_config(options, url.options, where=url.where, hides=True)
 
 
 def refuse_small_quota(url: StoreUrl, record_bytes: int, sized_by: str = "chunk_tokens") -> None:
@@ -300,9 +304,26 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
     if type(store) is not RemoteStore:  # a subclass would run on the scheduler's thread
         what = f"it returned a {type(store).__name__}, not a RemoteStore"
         raise StoreError(FaultKind.BUG, f"{parsed}: {name} failed: {what}")
+    shown: object = store.url
+    if not isinstance(shown, str):
+        what = f"the URL of its RemoteStore is a {type(shown).__name__}, not text"
+        raise StoreError(FaultKind.BUG, f"{parsed}: {name} failed: {what}")
     return store
 
 
-def _name_of(opener: Callable[..., object]) -> str:
-    is_function = isinstance(opener, FunctionType)
-    return f"{opener.__module__}.{opener.__qualname__ if is_function else type(opener).__name__}"
+@contextmanager
+def _named(part: object) -> Iterator[None]:
+    """Context of a part of a kind, which somebody else may have written: what it raises besides
+    ConfigError is one, in one line with its name."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        said = f"{_name_of(part)} failed: {reason_of(error)}"
+        raise ConfigError(said, FaultKind.BUG) from error
+
+
+def _name_of(part: object) -> str:
+    named = part if isinstance(part, FunctionType | type) else type(part)
+    return f"{named.__module__}.{named.__qualname__}"
