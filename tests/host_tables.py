@@ -17,7 +17,7 @@ from benchmarks.host import HostRequest
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
-from kvferry.types import NULL_BLOCK, KVGroup, TablePart
+from kvferry.types import NULL_BLOCK, KVGroup, RankShard, TablePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +61,28 @@ def table_per_group(groups: Sequence[KVGroup]) -> tuple[HostTable, ...]:
     )
 
 
-def parts_of_tables(tables: Sequence[HostTable]) -> tuple[TablePart, ...]:
-    """Return the tables as an `EngineSpec` lists them. Layers are named `group.layer`."""
-    return tuple(
-        TablePart(
-            table=index,
-            group=group,
-            layers=layers,
-            layer_names=tuple(f"{group}.{layer}" for layer in layers),
-            block_size=table.block_size,
-            window=table.window,
-            chunk=table.chunk,
-        )
-        for index, table in enumerate(tables)
-        for group, layers in table.layers
-    )
+def parts_of_tables(
+    tables: Sequence[HostTable], shard: RankShard | None = None
+) -> tuple[TablePart, ...]:
+    """Return the tables as the `EngineSpec` of a rank lists them; without a shard, of one with all
+    layers. Layers are named `group.layer`, with their index in the whole model."""
+    parts = []
+    for index, table in enumerate(tables):
+        for group, layers in table.layers:
+            start, stop = (0, max(layers) + 1) if shard is None else shard.groups[group].layers
+            held = [layer for layer in layers if start <= layer < stop]
+            parts.append(
+                TablePart(
+                    table=index,
+                    group=group,
+                    layers=tuple(layer - start for layer in held),
+                    layer_names=tuple(f"{group}.{layer}" for layer in held),
+                    block_size=table.block_size,
+                    window=table.window,
+                    chunk=table.chunk,
+                )
+            )
+    return tuple(parts)
 
 
 class HostBlockPool:

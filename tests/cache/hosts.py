@@ -12,7 +12,7 @@ from kvferry.blocks.copies import DeviceSetup
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.keys import ModelIdentity
-from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.layout.shards import pipeline_shard
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import Store
 from kvferry.types import KVGroup
@@ -41,6 +41,7 @@ def make_shared_storage_host(
     *,
     groups: tuple[KVGroup, ...] | None = None,
     world_size: int = 1,
+    stages: Sequence[Sequence[tuple[int, int]]] = (),
     tables: Sequence[HostTable] | None = None,
     num_blocks: int = 64,
     weights: bytes = b"w" * 32,
@@ -59,23 +60,25 @@ def make_shared_storage_host(
     whole_items: bool = False,
 ) -> tuple[SimulatedHost, Any]:
     """Return a host with the shared-storage connector, and the parts that its roles share, one per
-    rank (close their stores last). Nothing is audited unless the options say so; `draw` then
+    rank (close their stores last). `stages` are those of `pipeline_shard`. Nothing is audited unless the options say so; `draw` then
     chooses the audited chunk, mostly the last."""
     groups = groups or make_groups()
+    stages = stages or [[(0, group.num_layers) for group in groups]]
+    shards = [pipeline_shard(groups, rank, world_size, stages) for rank in range(world_size)]
     specs = [
         EngineSpec(
             identity=ModelIdentity(weights=weights, config=config or {"model_type": "simulated"}),
             groups=groups,
-            shard=tensor_parallel_shard(groups, rank, world_size),
+            shard=shard,
             host_recomputes=recomputes,
             multi_process=multi_process,
             data_parallel_index=data_parallel_index,
             mode=mode,
             engine_id=engine_id,
             whole_items=whole_items,
-            tables=parts_of_tables(tables or table_per_group(groups)),
+            tables=parts_of_tables(tables or table_per_group(groups), shard),
         )
-        for rank in range(world_size)
+        for shard in shards
     ]
     observer = observer or Counters()
     parts = [
