@@ -60,8 +60,8 @@ def make_shared_storage_host(
     whole_items: bool = False,
 ) -> tuple[SimulatedHost, Any]:
     """Return a host with the shared-storage connector, and the parts that its roles share, one per
-    rank (close their stores last). `stages` are those of `pipeline_shard`. Nothing is audited unless the options say so; `draw` then
-    chooses the audited chunk, mostly the last."""
+    rank (close their stores last). `stages` are those of `pipeline_shard`. Nothing is audited
+    unless the options say so; `draw` then chooses the audited chunk, mostly the last."""
     groups = groups or make_groups()
     stages = stages or [[(0, group.num_layers) for group in groups]]
     shards = [pipeline_shard(groups, rank, world_size, stages) for rank in range(world_size)]

@@ -53,6 +53,11 @@ CONFIG = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {},
 }
+IN_MULTI = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [CONFIG]},
+}
 
 
 @pytest.fixture
@@ -516,9 +521,9 @@ def test_17_a_clock_that_differs(url_of, monkeypatch):
             "prefix caching is off",
         ),
         (
-            json.dumps({"kv_transfer_config": CONFIG, "pipeline_parallel_size": 2}),
+            json.dumps({"kv_transfer_config": IN_MULTI, "pipeline-parallel-size": "2"}),
             "config",
-            "pipeline_parallel_size=2 is not served",
+            "pipeline_parallel_size=2 is not served inside a MultiConnector",
         ),
         (
             json.dumps({"kv_transfer_config": CONFIG, "decode-context-parallel-size": "2"}),
@@ -548,7 +553,7 @@ def test_every_option_of_the_connector_is_known(found):
     extra = {"store": "memory://a", "handover": False, "chunk_tokens": 64, "save_generated": True}
     extra["client_options"] = ["store"]
     assert found("--vllm-config", config(kv_connector_extra_config=extra)) == []
-    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 4, "max_model_len": None}
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 4, "max_model_len": None}
     assert found("--vllm-config", json.dumps({"kv_transfer_config": CONFIG, **sizes})) == []
 
 

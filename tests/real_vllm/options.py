@@ -261,11 +261,10 @@ OPTIONS: dict[str, dict[str, str]] = {
     "ParallelConfig": {
         RESOLVED: """
             tensor_parallel_size rank world_size distributed_executor_backend
-            data_parallel_index data_parallel_rank
+            data_parallel_index data_parallel_rank pipeline_parallel_size
         """,
         REFUSED: """
-            pipeline_parallel_size decode_context_parallel_size
-            prefill_context_parallel_size
+            decode_context_parallel_size prefill_context_parallel_size
         """,
         HARMLESS: """
             _allow_auto_resolve_cp_interleave_size _api_process_count

@@ -5,10 +5,7 @@ An engine of two ranks takes long to start, so two of them serve all tests here.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +17,6 @@ from tests.real_vllm.damage import by_position, flip_in_payload
 from tests.real_vllm.harness import (
     Answer,
     Answers,
-    Engine,
-    EngineError,
     Oracle,
     assert_same,
     expected_hit,
@@ -30,6 +25,7 @@ from tests.real_vllm.harness import (
     records,
     wait_for_records,
 )
+from tests.real_vllm.killed import kill_a_rank
 
 LENGTHS = (300, 385, 777)
 PROMPTS = {"one": LENGTHS, "two": LENGTHS, "damaged": (400,), "killed": 4 * (700,)}
@@ -82,7 +78,7 @@ def outcome(
         runs["2 -> 2"] = engine.generate(prompts["two"])
         flip_in_payload(sorted(new, key=positions.__getitem__))
         runs["2 damaged -> 2"] = engine.generate(prompts["damaged"])
-    died = _kill_a_rank(pool, model, store, prompts["killed"])
+    died = kill_a_rank(pool.get("ranks"), model, store, prompts["killed"], -1, **TWO_RANKS)
     pool.discard("ranks")
     with pool.get("second").engine(model, connector) as engine:
         runs["2 -> 1"] = engine.generate(prompts["two"])
@@ -90,33 +86,6 @@ def outcome(
     quarantined = [path.name.partition(".")[0] for path in store.glob("quarantine/*")]
     damaged = [path.stem for path in new]
     return Runs(own, runs, died, wrong=set(quarantined) - set(damaged))
-
-
-def _kill_a_rank(pool: Pool, model: Path, store: Path, prompts: list[list[int]]) -> str:
-    """What became of the engine; nothing if it went on."""
-    process = pool.get("ranks")
-    before = len(records(store))
-    engine = Engine(process)
-    process.start(model, kvferry(store), **TWO_RANKS)
-    engine.send(prompts, together=True, max_tokens=300)  # at work for some seconds
-    wait_for_records(store, before + 8)
-    os.kill(_ranks(process.pid)[-1], signal.SIGKILL)
-    try:
-        engine.receive()
-    except EngineError as error:
-        return str(error)
-    return ""
-
-
-def _ranks(pid: int) -> list[int]:
-    """Worker processes of an engine, in the order in which it started them."""
-    found = []
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has just ended
-            for child in listed.read_text().split():
-                is_rank = "Worker" in Path(f"/proc/{child}/comm").read_text()
-                found += [int(child)] if is_rank else _ranks(int(child))
-    return sorted(found)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.adapters.vllm import CONNECTOR
 from kvferry.adapters.vllm.connector import WHERE, connector_options, take_rules
 from kvferry.adapters.vllm.host import load_host
-from kvferry.adapters.vllm.layers import refuse_parallel
+from kvferry.adapters.vllm.layers import refuse_parallel, refuse_stages_beside_others
 from kvferry.adapters.vllm.spec import HostedModel, hosted_model
 from kvferry.cache.config import CacheConfig
 from kvferry.config import build_config, unknown
@@ -108,7 +108,7 @@ def check_config(given: str) -> VllmConfig:
     transfer = plain.get("kv_transfer_config", options)
     if transfer is not options:
         found.engine = {name: plain[name] for name in plain if name != "kv_transfer_config"}
-        _check_engine(plain, found)
+        _check_engine(plain, found, is_one_of_several=_is_multi(transfer))
     elif not any(str(name).startswith("kv_") for name in options):
         found.add("kv_connector is missing")
         return found
@@ -118,7 +118,13 @@ def check_config(given: str) -> VllmConfig:
     return found
 
 
-def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
+def _is_multi(transfer: object) -> bool:
+    return isinstance(transfer, dict) and transfer.get("kv_connector") == "MultiConnector"
+
+
+def _check_engine(
+    options: Mapping[str, Any], found: VllmConfig, *, is_one_of_several: bool
+) -> None:
     """Check options of vLLM other than the connector's."""
     caching = options.get("enable_prefix_caching", not options.get("no_enable_prefix_caching"))
     if caching is False:
@@ -127,6 +133,8 @@ def _check_engine(options: Mapping[str, Any], found: VllmConfig) -> None:
     sizes = {name: _number(size) for name, size in options.items() if size is not None}
     try:
         refuse_parallel(SimpleNamespace(**sizes))
+        if is_one_of_several:
+            refuse_stages_beside_others(SimpleNamespace(**sizes))
     except ConfigError as error:
         found.add(error)
 
@@ -143,7 +151,7 @@ def _connectors(transfer: object, found: VllmConfig) -> Iterator[Mapping[str, An
         found.add("kv_transfer_config is no object")
         return
     extra = transfer.get("kv_connector_extra_config")
-    if transfer.get("kv_connector") != "MultiConnector" or not isinstance(extra, dict):
+    if not _is_multi(transfer) or not isinstance(extra, dict):
         yield transfer
         return
     _check_keys(transfer, found)

@@ -24,11 +24,14 @@ def engine(release, plugin, model, tmp_path):
     """A factory of engines of the release over one store, like processes that follow each other."""
     made = []
 
-    def make(backend="FlashAttentionBackend", *, world=1, extra=None, kernels="vec", **options_):
+    def make(
+        backend="FlashAttentionBackend", *, world=1, stages=1, extra=None, kernels="vec", **given
+    ):
         release.cpu_kernels = kernels if backend == "CPUAttentionBackend" else None
-        config = make_config(release, model, world=world, extra=options(tmp_path, **(extra or {})))
+        extra = options(tmp_path, **(extra or {}))
+        config = make_config(release, model, world=world, stages=stages, extra=extra)
         made.append(
-            VersionedHost(release, plugin.KVFerryConnector, config, backend=backend, **options_)
+            VersionedHost(release, plugin.KVFerryConnector, config, backend=backend, **given)
         )
         return made[-1]
 

@@ -107,7 +107,6 @@ def unserved(groups):
 
 
 EARLY = {
-    "pipeline ranks": ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
     "context ranks": (
         {"parallel_config__decode_context_parallel_size": 2},
         "decode_context_parallel_size=2",

@@ -15,7 +15,7 @@ from kvferry.types import ChunkKey
 from .released import Release, calls_of, number, versions
 from .versioned_config import CHUNK, NUM_TOKENS, make_config, options, prompt, whole_blocks
 from .versioned_host import VersionedHost
-from .versioned_kv import BACKENDS, BLOCK, layer_names, shapes_of
+from .versioned_kv import BACKENDS, BLOCK, shapes_of
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_a_second_engine_in_a_process_does_not_get_the_connector_of_the_first(en
     # vLLM builds one worker-side connector per process and registers every engine's caches with it.
     writer = engine()
     [worker] = writer.workers
-    own = dict(zip(layer_names(), (kv.tensor for kv in writer.layers[0]), strict=True))
+    own = writer.held[0].tensors()
     with pytest.raises(ConfigError, match="another engine in this process"):
         worker.register_kv_caches({name: tensor.clone() for name, tensor in own.items()})
     worker.register_kv_caches(own)

@@ -538,7 +538,7 @@ def test_kv_of_a_type_that_no_record_has_is_refused_in_one_line(model, dtype):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_parallelism_that_is_not_followed_is_refused_by_name(model, name):
     config = make_config(model, **{f"parallel_config__{name}": 2})
     with pytest.raises(ConfigError, match=f"{name}=2"):

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from .fakes import OWN_CODE
 from .released import Release
 from .versioned_kv import BLOCK, HEAD_SIZE, HEADS, LAYERS, layer_names
+from .versioned_stages import layers_of_stage
 
 NUM_TOKENS = 37
 CHUNK = 6
@@ -48,6 +49,7 @@ def make_config(
     model: Path,
     *,
     world: int = 1,
+    stages: int = 1,
     extra: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
@@ -56,7 +58,7 @@ def make_config(
     Args:
         release: the release of vLLM.
         model: the model directory.
-        world: number of tensor-parallel ranks.
+        world: number of tensor-parallel ranks of each of the pipeline's stages.
         extra: the `kv_connector_extra_config`.
         changes: attributes by `config__name`, for example `cache_config__block_size=8`.
     """
@@ -85,13 +87,13 @@ def make_config(
         },
         "parallel_config": {
             "tensor_parallel_size": world,
-            "pipeline_parallel_size": 1,
+            "pipeline_parallel_size": stages,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
             "data_parallel_size": 1,
-            "world_size": world,
+            "world_size": world * stages,
             "rank": 0,
-            "distributed_executor_backend": "uni" if world == 1 else "mp",
+            "distributed_executor_backend": "uni" if world * stages == 1 else "mp",
         },
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False, "async_scheduling": False},
         "kv_transfer_config": {
@@ -124,7 +126,8 @@ def make_config(
         "hf_overrides": {},
     }.items():
         setattr(records["model_config"], name, value)
-    records["parallel_config"].distributed_executor_backend = "uni" if world == 1 else "mp"
+    executor = "uni" if world * stages == 1 else "mp"
+    records["parallel_config"].distributed_executor_backend = executor
     load = SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={})
     device = SimpleNamespace(device_type="cpu")
     return SimpleNamespace(
@@ -183,6 +186,18 @@ def make_kv_cache_config(release: Release, num_blocks: int, world: int) -> Any:
         kv_cache_groups=[group],
         kv_cache_layout="LBHNC",
     )
+
+
+def of_stage(groups: Any, stage: int, num_stages: int) -> Any:
+    """Return the configuration of a worker: all groups, with the layers of its pipeline stage."""
+    if num_stages == 1:
+        return groups
+    [group] = groups.kv_cache_groups
+    own = copy.copy(group)
+    own.layer_names = [layer_names()[number] for number in layers_of_stage(stage, num_stages)]
+    result = copy.copy(groups)
+    result.kv_cache_groups = [own]
+    return result
 
 
 def uniform(groups: Any) -> Any:

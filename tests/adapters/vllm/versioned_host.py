@@ -11,6 +11,7 @@ import json
 import pickle
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,10 @@ from kvferry.adapters.vllm.metrics import NOW
 from kvferry.testing.stores.hooks import wait_until
 
 from .released import Release
-from .versioned_config import at_rank, make_kv_cache_config, uniform
+from .versioned_config import at_rank, make_kv_cache_config, of_stage, uniform
 from .versioned_kv import (
     BLOCK,
     HEAD_SIZE,
-    HEADS,
-    LAYERS,
     LayerKV,
     Running,
     expected_kv,
@@ -33,6 +32,7 @@ from .versioned_kv import (
     make_layer,
     shapes_of,
 )
+from .versioned_stages import ranks_of, start_ranks
 
 
 class VersionedHost:
@@ -66,7 +66,8 @@ class VersionedHost:
         num_blocks: int = 64,
     ) -> None:
         self.release = release
-        self.world = vllm_config.parallel_config.tensor_parallel_size
+        tp_size = vllm_config.parallel_config.tensor_parallel_size
+        self._num_stages = vllm_config.parallel_config.pipeline_parallel_size
         self._resumes_as_new = resumes_as_new
         self._saves_last = saves_last
         self._salvaged: list[Any] = []
@@ -76,24 +77,24 @@ class VersionedHost:
         vllm_config.compilation_config = SimpleNamespace(
             static_forward_context=dict.fromkeys(layer_names(), make_layer(backend, axes))
         )
-        groups = make_kv_cache_config(release, num_blocks, self.world)
-        more = release.construction(groups)[-1]
+        groups = make_kv_cache_config(release, num_blocks, tp_size)
+        stages = [of_stage(groups, stage, self._num_stages) for stage in range(self._num_stages)]
+        more = release.construction(stages[0])[-1]
         self.scheduler = connector_class(vllm_config, role.SCHEDULER, *more)
         if is_uniform:
-            more = release.construction(uniform(groups))[-1]
-        self.workers = []
-        self.layers: list[list[LayerKV]] = []
-        for rank in range(self.world):
-            config = at_rank(vllm_config, rank)
-            self.workers.append(connector_class(config, role.WORKER, *more))
-            heads = HEADS // self.world
-            layers = [LayerKV(axes, backend, num_blocks, heads) for _ in range(LAYERS)]
-            self.layers.append(layers)
-            self.workers[rank].register_kv_caches(
-                dict(zip(layer_names(), (kv.tensor for kv in layers), strict=True))
-            )
+            stages = [uniform(groups)]
+        self.held = ranks_of(
+            self._num_stages, tp_size, lambda heads: LayerKV(axes, backend, num_blocks, heads)
+        )
+        starts = []
+        for rank in range(len(self.held)):
+            more = release.construction(stages[rank // tp_size])[-1]
+            starts.append(partial(connector_class, at_rank(vllm_config, rank), role.WORKER, *more))
+        self.workers = start_ranks(connector_class, self._num_stages, starts)
+        for worker, held in zip(self.workers, self.held, strict=True):
+            worker.register_kv_caches(held.tensors())
             if release.has("set_host_xfer_buffer_ops"):
-                self.workers[rank].set_host_xfer_buffer_ops(None)
+                worker.set_host_xfer_buffer_ops(None)
         if not in_multi:
             self._shake_hands()
         self._free = list(range(num_blocks - 1, 0, -1))
@@ -104,8 +105,9 @@ class VersionedHost:
 
     def _shake_hands(self) -> None:
         """Bring what the workers say to the scheduler's half, before the first request."""
+        tp_size = len(self.workers) // self._num_stages
         said = {
-            (0, rank): pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
+            divmod(rank, tp_size): pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
             for rank, worker in enumerate(self.workers)
         }
         if self.release.has("set_xfer_handshake_metadata_pp_aware"):
@@ -254,10 +256,10 @@ class VersionedHost:
         """Reset the connector and take the KV memory away, between requests. Memory is unregistered
         twice, as after a discard."""
         assert self.scheduler.reset_cache() is not False
-        for worker, layers in zip(self.workers, self.layers, strict=True):
+        for worker, held in zip(self.workers, self.held, strict=True):
             for _ in range(2 if self.release.has("unregister_kv_caches") else 0):
                 worker.unregister_kv_caches()
-            for kv in layers:
+            for kv in held.layers.values():
                 kv.tensor.fill_(float("nan"))
 
     def wake(self) -> None:
@@ -283,7 +285,8 @@ class VersionedHost:
         wire = pickle.dumps((metadata, output.finished_req_ids))
         preempted, self._preempted = self._preempted, set()
         reports = [
-            self._work(rank, wire, scheduled, preempted, sync_loads) for rank in range(self.world)
+            self._work(rank, wire, scheduled, preempted, sync_loads)
+            for rank in range(len(self.workers))
         ]
         for request, num_tokens in scheduled:
             request.num_computed += num_tokens
@@ -319,7 +322,7 @@ class VersionedHost:
         loads_late = release.has("get_transfer_results") and not sync_loads
         if not loads_late:
             worker.start_load_kv(context)
-        for number, kv in enumerate(self.layers[rank] if scheduled else ()):
+        for number, kv in self.held[rank].layers.items() if scheduled else ():
             name = layer_names()[number]
             if has_layer_hooks:
                 worker.wait_for_layer_load(name)
@@ -358,8 +361,7 @@ class VersionedHost:
         return pickle.loads(pickle.dumps(release.make("KVConnectorOutput", **values)))
 
     def _compute(self, rank: int, layer: int, request: Running, num_tokens: int) -> None:
-        heads = range(rank * HEADS // self.world, (rank + 1) * HEADS // self.world)
-        seeds = request.seeds()
+        seeds, heads = request.seeds(), self.held[rank].heads
         for token in range(request.num_computed, request.num_computed + num_tokens):
             keys, values = self._slot(rank, layer, request, token)
             kv = expected_kv(layer, heads, seeds[token])
@@ -367,18 +369,18 @@ class VersionedHost:
             values.copy_(kv[:, HEAD_SIZE:])
 
     def _slot(self, rank: int, layer: int, request: Running, token: int) -> Any:
-        return self.layers[rank][layer].token(request.blocks[token // BLOCK], token % BLOCK)
+        kv = self.held[rank].layers[layer]
+        return kv.token(request.blocks[token // BLOCK], token % BLOCK)
 
     def wrong_tokens(self, request: Running) -> int:
         """Count the token slots, over layers and ranks, that hold anything but the right KV."""
         seeds = request.seeds()
         wrong = 0
-        for rank in range(self.world):
-            heads = range(rank * HEADS // self.world, (rank + 1) * HEADS // self.world)
-            for layer in range(LAYERS):
+        for rank, held in enumerate(self.held):
+            for layer in held.layers:
                 for token in range(request.num_computed):
                     found = torch.cat(self._slot(rank, layer, request, token), dim=-1)
-                    wrong += not torch.equal(found, expected_kv(layer, heads, seeds[token]))
+                    wrong += not torch.equal(found, expected_kv(layer, held.heads, seeds[token]))
         return wrong
 
     # -- the scheduler's side of a step ---------------------------------------------------------
@@ -482,8 +484,8 @@ class VersionedHost:
 
     def _release_blocks(self, request: Running) -> None:
         """Free a request's blocks and overwrite them, so that later reads and writes show."""
-        for layers in self.layers:
-            for kv in layers:
+        for held in self.held:
+            for kv in held.layers.values():
                 kv.keys[request.blocks] = float("nan")
                 kv.values[request.blocks] = float("nan")
         self._free.extend(request.blocks)

@@ -12,6 +12,7 @@ plugin.py     the class that vLLM constructs, on vLLM's own base class
 connector.py  what that class does, with the base class of any host; options, log at start
 kv_specs.py   the specs by which vLLM describes KV, and what each of their fields decides
 layers.py     what each layer keeps, and the models that are refused
+stages.py     the layers of all pipeline stages, which their ranks tell each other
 spec.py       the layers as an `EngineSpec`, vLLM's tensors in a layout of ours
 request_identity.py  the identity of LoRA adapters and of multimodal items
 metrics.py    counters for vLLM's log and Prometheus

@@ -23,10 +23,11 @@ from kvferry.adapters.vllm.host import (
     platform_name,
     shares_handshake,
 )
-from kvferry.adapters.vllm.layers import Layer, layers_of, refuse_parallel
+from kvferry.adapters.vllm.layers import refuse_stages_beside_others, stages_of
 from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
+from kvferry.adapters.vllm.stages import find_layers
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import CacheConfig
 from kvferry.cache.epoch import CacheIdentity
@@ -97,14 +98,20 @@ class FerryConnector(OneRole):
         self._weights = LateWeights()
         self._kv_caches: dict[str, torch.Tensor] = {}  # the host's, as registered
         self._is_worker = role.name == "WORKER"
+        # First of all that may be refused: other ranks wait for what this one says.
+        self._layers = find_layers(
+            vllm_config,
+            kv_cache_config,
+            platform_name(),
+            self.host.exchange,
+            is_worker=self._is_worker,
+        )
         self._options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._hands_over, self._client_options = take_rules(self._options)
         self._step_back_beside_another()
-        refuse_parallel(vllm_config.parallel_config)
-        self._layers: list[Layer] | None = None
-        if kv_cache_config is not None:
-            self._layers = layers_of(vllm_config, kv_cache_config, platform_name())
         self._open(self._spec())
+        if not self._is_worker and not self._awaits_stages:
+            self._tell_start()
         if self._hands_over and not self._is_worker:
             _ANSWERING[self._engine_id] = self
 
@@ -122,6 +129,15 @@ class FerryConnector(OneRole):
                 "kvferry: another kvferry of this engine hands requests over and explains them, so "
                 'this one does neither; set "handover": false for it'
             )
+
+    @property
+    def _num_stages(self) -> int:
+        return stages_of(self._host_config.parallel_config)
+
+    @property
+    def _awaits_stages(self) -> bool:
+        """Whether this is a scheduler's half that has yet to hear of all pipeline stages."""
+        return self._num_stages > 1 and not self._is_worker
 
     def _spec(self) -> EngineSpec:
         """Describe this engine as this half sees it. All that can be refused without reading the
@@ -141,7 +157,7 @@ class FerryConnector(OneRole):
                 self._weights.hashed,
             ),
         )
-        if self._why_off:
+        if self._why_off or self._awaits_stages:
             spec = replace(spec, mode=Mode.OFF)
         return spec
 
@@ -184,20 +200,25 @@ class FerryConnector(OneRole):
             observer=self._observer,
             requests=requests,
         )
-        if not self._is_worker:
-            self._cache.wait_ready(START_SECONDS)
-            no_load = needs_all_tokens(config)
-            if self._why_off:
-                logger.warning("kvferry is off for this model: %s", self._why_off)
-            elif no_load:
-                logger.warning("kvferry: this engine only stores, and loads nothing: %s", no_load)
-            log_start(spec, self._cache)
+
+    def _tell_start(self) -> None:
+        """Begin to schedule: wait for the store, and log what is served."""
+        self._cache.wait_ready(START_SECONDS)
+        no_load = needs_all_tokens(self._host_config)
+        if self._why_off:
+            logger.warning("kvferry is off for this model: %s", self._why_off)
+        elif no_load:
+            logger.warning("kvferry: this engine only stores, and loads nothing: %s", no_load)
+        log_start(self._cache)
 
     # The start, after both halves were constructed. vLLM's scheduler sees less of the model than
     # its workers: its half takes their description before the first request.
 
     def get_handshake_metadata(self) -> EngineSpec | None:
-        return None if shares_handshake(self) else self._cache.spec
+        if not shares_handshake(self):
+            return self._cache.spec
+        refuse_stages_beside_others(self._host_config.parallel_config)
+        return None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Take the workers' description of the model, and open the cache again if it is another.
@@ -208,10 +229,17 @@ class FerryConnector(OneRole):
         described = [each for each in metadata.values() if isinstance(each, EngineSpec)]
         spec = spec_of_workers(self._cache.spec, described)
         if spec is not None:
-            logger.info("kvferry: the scheduler of vLLM sees less of this model than its workers")
+            if self._num_stages == 1:
+                logger.info(
+                    "kvferry: the scheduler of vLLM sees less of this model than its workers"
+                )
             self._scheduler.role.close()
             self._cache.close()
             self._open(spec)
+            self._tell_start()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     # The host's types.
 
@@ -409,9 +437,9 @@ def log_as(host: logging.Logger, ours: logging.Logger) -> None:
 # --- the log of the start -------------------------------------------------------------------------
 
 
-def log_start(spec: EngineSpec, cache: PrefixCache) -> None:
+def log_start(cache: PrefixCache) -> None:
     """Log store, namespace and layout, and how many tokens are held and computed at once."""
-    store, schema = cache.store, cache.schema
+    store, schema, spec = cache.store, cache.schema, cache.spec
     stat = store.stat()
     logger.info(
         "kvferry: store %s with %d records, %s of %s; namespace %s; chunks of %d tokens, %s; %d KV "

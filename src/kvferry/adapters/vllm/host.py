@@ -8,9 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from kvferry.errors import ConfigError
 
@@ -35,6 +38,11 @@ _NEEDED_HOOKS = (
 """Without these hooks a failed load would go unnoticed, or nothing would work at all."""
 
 
+STAGE_SECONDS = 120.0
+"""How long a rank waits for those of other pipeline stages. vLLM has all construct their connectors
+at one time, once they have loaded the model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """The types and functions of one vLLM that a connector uses.
@@ -51,6 +59,8 @@ class Host:
         hit_sources: its `CacheHitSource`; None before 0.32.
         events: its module of KV events.
         load_config: its `get_config`, which reads a model's configuration as it is written.
+        exchange: `exchange_over_stages`; None if it does not bring the description of each pipeline
+            stage to the scheduler (before 0.24).
     """
 
     base: type[Any]
@@ -63,6 +73,7 @@ class Host:
     hit_sources: Any
     events: Any
     load_config: Callable[..., Any]
+    exchange: Callable[[bytes], list[bytes]] | None
 
 
 def load_host() -> Host:
@@ -87,6 +98,7 @@ def load_host() -> Host:
         )
     metrics = import_module(f"{_V1}.metrics")
     output = import_module("vllm.v1.outputs").KVConnectorOutput
+    knows_stages = hasattr(v1.KVConnectorBase_V1, "set_xfer_handshake_metadata_pp_aware")
     has_worker_meta = "kv_connector_worker_meta" in {field.name for field in fields(output)}
     return Host(
         base=v1.KVConnectorBase_V1,
@@ -99,6 +111,7 @@ def load_host() -> Host:
         hit_sources=getattr(_module("vllm.v1.metrics.cache_hit_source"), "CacheHitSource", None),
         events=import_module("vllm.distributed.kv_events"),
         load_config=import_module("vllm.transformers_utils.config").get_config,
+        exchange=exchange_over_stages if knows_stages else None,
     )
 
 
@@ -215,6 +228,36 @@ def shares_handshake(connector: object) -> bool:
     transfer = _module("vllm.distributed.kv_transfer")
     has_one = getattr(transfer, "has_kv_transfer_group", None)
     return has_one is not None and has_one() and transfer.get_kv_transfer_group() is not connector
+
+
+def exchange_over_stages(said: bytes, seconds: float = STAGE_SECONDS) -> list[bytes]:
+    """Send `said` to the ranks of the other pipeline stages that hold the same heads. Return what
+    each of them says, by stage. Called once by each worker, as vLLM constructs its connector.
+
+    Raises:
+        ConfigError: one of them says nothing for `seconds`, or has ended.
+    """
+    group = import_module("vllm.distributed.parallel_state").get_pp_group()
+
+    def gathered(mine: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(mine) for _ in range(group.world_size)]
+        torch.distributed.all_gather(found, mine, group=group.cpu_group, async_op=True).wait(
+            timedelta(seconds=seconds)
+        )
+        return found
+
+    try:
+        sizes = [int(size) for size in gathered(torch.tensor([len(said)]))]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return [
+            bytes(each[:size].numpy()) for each, size in zip(gathered(mine), sizes, strict=True)
+        ]
+    except RuntimeError as error:  # torch's, whatever the reason
+        raise ConfigError(
+            f"pipeline stage {group.rank_in_group} did not hear from all other stages within "
+            f"{seconds:.0f} s what they keep: {' '.join(str(error).split())}"
+        ) from error
 
 
 def conv_state_layout() -> str | None:

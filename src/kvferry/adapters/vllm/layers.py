@@ -82,6 +82,7 @@ class Layer:
         table_chunk: tokens of the attention chunks of which the table keeps the last; None: all.
         kind: the form of its KV, as a group of one layer; layers of one kind make a record's group.
         whole_blocks: how its blocks lie, if they can only be stored whole; None: token by token.
+        stage: the pipeline stage that holds it.
     """
 
     name: str
@@ -92,20 +93,31 @@ class Layer:
     table_chunk: int | None
     kind: KVGroup
     whole_blocks: str | None
+    stage: int = 0
 
 
 def refuse_parallel(parallel: Any) -> None:
     """Raise ConfigError for a split of KV that is not served."""
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if isinstance(size, int) and size != 1:
             raise ConfigError(
                 f"{name}={size} is not served by kvferry's connector; set it to 1, or {_TIER}"
             )
+
+
+def stages_of(parallel: Any) -> int:
+    """Return the number of pipeline stages."""
+    return int(getattr(parallel, "pipeline_parallel_size", 1))
+
+
+def refuse_stages_beside_others(parallel: Any) -> None:
+    """Raise ConfigError if a connector among several would have to tell the scheduler of stages."""
+    if stages_of(parallel) > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages_of(parallel)} is not served inside a MultiConnector, "
+            "where vLLM's scheduler hears of one child alone: make kvferry the only connector"
+        )
 
 
 def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Layer]:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kvferry.adapters.vllm.host import cpu_kernels, has_whole_items, load_host
-from kvferry.adapters.vllm.layers import Layer, num_target_layers
+from kvferry.adapters.vllm.layers import Layer, num_target_layers, stages_of
 from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.identity import model_identity
 from kvferry.keys import UNREAD, JsonValue, ModelIdentity
-from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.layout.shards import pipeline_shard
 from kvferry.types import KVGroup, TablePart
 from kvferry.v1.running_model import running_model
 
@@ -40,9 +40,9 @@ def engine_spec(
     """Return the spec of this engine and this rank.
 
     Args:
-        layers: from `layers_of`; None for hosts that do not pass a `kv_cache_config`. All layers
-            then form one full-attention group, as the configuration has it also for a model that
-            keeps no KV.
+        layers: of all pipeline stages; None for hosts that do not pass a `kv_cache_config`. All
+            layers then form one full-attention group, as the configuration has it also for a model
+            that keeps no KV.
         cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
         chunk_tokens: tokens of a record, as the operator set them; None: not set.
         model_identity: reads the model's files; not called before all else is checked.
@@ -51,32 +51,34 @@ def engine_spec(
         ConfigError: a model that cannot be described, or records that would end within blocks that
             can only be stored whole.
     """
+    parallel = vllm_config.parallel_config
+    tp, num_stages = parallel.tensor_parallel_size, stages_of(parallel)
+    rank = parallel.rank % (tp * num_stages)
     if layers:
-        groups, tables = _sorted_layers(layers)
+        groups, stages, tables = _sorted_layers(layers, num_stages, rank // tp)
     else:
         groups, tables = (_only_group(vllm_config),), None
+        stages = [[(0, groups[0].num_layers)]] * num_stages
     layout, whole_blocks, multiple = _order_in_blocks(layers or (), groups, tables, cpu_kernels)
     if chunk_tokens is not None and chunk_tokens % multiple:
         raise ConfigError(
             f"chunk_tokens={chunk_tokens} is no multiple of the block size {multiple}, and these "
             "blocks can only be stored whole; use a multiple, or leave the option out"
         )
-    parallel = vllm_config.parallel_config
-    tp = parallel.tensor_parallel_size
     executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
     transfer = vllm_config.kv_transfer_config
     events = getattr(vllm_config, "kv_events_config", None)
     step = getattr(vllm_config, "scheduler_config", None)
     # For releases without `data_parallel_index` (0.14 has it); others give dense models rank 0.
-    rank = getattr(parallel, "data_parallel_rank", 0)
+    engine = getattr(parallel, "data_parallel_rank", 0)
     identity = model_identity()
     return EngineSpec(
         identity=replace(identity, config={**identity.config, **whole_blocks}),
         groups=groups,
-        shard=tensor_parallel_shard(groups, parallel.rank % tp, tp),
+        shard=pipeline_shard(groups, rank, tp * num_stages, stages),
         kv_layout=layout,
         multi_process=parallel.world_size > 1 or executor in _MULTI_PROCESS_EXECUTORS,
-        data_parallel_index=getattr(parallel, "data_parallel_index", rank),
+        data_parallel_index=getattr(parallel, "data_parallel_index", engine),
         mode=_MODES.get(transfer.kv_role, Mode.BOTH),
         host_publishes_events=events is not None and bool(events.enable_kv_cache_events),
         step_tokens=getattr(step, "max_num_batched_tokens", None),
@@ -127,20 +129,27 @@ def spec_of_workers(own: EngineSpec, described: Sequence[EngineSpec]) -> EngineS
     """
     specs = sorted(described, key=lambda spec: spec.shard.rank)
     specs = [_hashed_as(spec, specs[0]) for spec in specs]
-    for spec in specs[1:]:
+    of_layers: dict[object, EngineSpec] = {}
+    for spec in specs:
         if spec.identity.weights != specs[0].identity.weights:
             raise ConfigError(
                 f"ranks {specs[0].shard.rank} and {spec.shard.rank} say that they run other "
                 "weights: their machines hold other files, or the weights are of a load_format "
                 "(such as dummy) that none can name; serve this model without kvferry"
             )
-        if _of_all_ranks(spec) != _of_all_ranks(specs[0]):
-            raise ConfigError(
-                f"ranks {specs[0].shard.rank} and {spec.shard.rank} describe the model's KV "
-                "differently, so no record would hold both; serve this model without kvferry"
-            )
+        first = of_layers.setdefault(tuple(each.layers for each in spec.shard.groups), spec)
+        for other, here, there in (
+            (specs[0], _of_all_ranks(specs[0]), _of_all_ranks(spec)),
+            (first, first.tables, spec.tables),
+        ):
+            if here != there:
+                raise ConfigError(
+                    f"ranks {other.shard.rank} and {spec.shard.rank} describe the model's KV "
+                    "differently, so no record would hold both; serve this model without kvferry"
+                )
     first = _hashed_as(specs[0], own) if specs else own
-    return first if _of_all_ranks(first) != _of_all_ranks(own) else None
+    is_known = _of_all_ranks(first) == _of_all_ranks(own) and first.tables == own.tables
+    return None if is_known else first
 
 
 def _hashed_as(spec: EngineSpec, other: EngineSpec) -> EngineSpec:
@@ -152,34 +161,48 @@ def _hashed_as(spec: EngineSpec, other: EngineSpec) -> EngineSpec:
 
 
 def _of_all_ranks(spec: EngineSpec) -> tuple[object, ...]:
+    tables = [
+        (part.table, part.group, part.block_size, part.window, part.chunk)
+        for part in spec.table_parts
+    ]
     return (
-        *(spec.identity, spec.groups, spec.tables, spec.kv_layout),
-        *(spec.chunk_multiple, spec.mode),
+        *(spec.identity, spec.groups, tables, spec.kv_layout),
+        *(spec.chunk_multiple, spec.mode, spec.shard.world_size),
     )
 
 
-def _sorted_layers(layers: Sequence[Layer]) -> tuple[tuple[KVGroup, ...], tuple[TablePart, ...]]:
-    """Group the model's layers by kind; return the groups and each layer's place in the tables."""
+def _sorted_layers(
+    layers: Sequence[Layer], num_stages: int, stage: int
+) -> tuple[tuple[KVGroup, ...], list[list[tuple[int, int]]], tuple[TablePart, ...]]:
+    """Group the model's layers by kind. Return the groups, the layers of each stage by group, and
+    the place in the tables of those that one `stage` holds."""
     of_kind: dict[KVGroup, list[Layer]] = {}
     for layer in sorted(layers, key=lambda layer: (layer.number, layer.name)):
         of_kind.setdefault(layer.kind, []).append(layer)
     groups, parts = [], []
+    stages: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     for group, (kind, members) in enumerate(of_kind.items()):
         groups.append(replace(kind, num_layers=len(members), block_size=members[0].block_size))
+        stop = 0
+        for number, held in enumerate(stages):
+            start, stop = stop, stop + sum(layer.stage == number for layer in members)
+            held.append((start, stop))
+        here = [layer for layer in members if layer.stage == stage]
         for table in sorted({layer.table for layer in members}):
-            here = [(i, layer) for i, layer in enumerate(members) if layer.table == table]
+            like = next(layer for layer in members if layer.table == table)
+            found = [(i, layer.name) for i, layer in enumerate(here) if layer.table == table]
             parts.append(
                 TablePart(
                     table=table,
                     group=group,
-                    layers=tuple(index for index, _ in here),
-                    layer_names=tuple(layer.name for _, layer in here),
-                    block_size=here[0][1].block_size,
-                    window=here[0][1].table_window,
-                    chunk=here[0][1].table_chunk,
+                    layers=tuple(index for index, _ in found),
+                    layer_names=tuple(name for _, name in found),
+                    block_size=like.block_size,
+                    window=like.table_window,
+                    chunk=like.table_chunk,
                 )
             )
-    return tuple(groups), tuple(parts)
+    return tuple(groups), stages, tuple(parts)
 
 
 def _only_group(vllm_config: Any) -> KVGroup:  # noqa: ANN401 - the host's

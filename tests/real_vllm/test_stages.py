@@ -1,0 +1,229 @@
+"""Two pipeline stages, one engine without, and two tensor-parallel ranks read what the others
+stored.
+
+An engine with stages takes long to start, so few of them serve all tests here. vLLM keeps two steps
+in flight with two stages, and computes prompts in chunks of 256 tokens here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.real_vllm.conftest import Pool
+from tests.real_vllm.harness import (
+    DEVICE,
+    Answer,
+    Answers,
+    Engine,
+    Oracle,
+    assert_same,
+    expected_hit,
+    kvferry,
+    memory_of,
+    records,
+    wait_for_records,
+)
+from tests.real_vllm.host import RELEASE
+from tests.real_vllm.killed import kill_a_rank
+
+pytestmark = pytest.mark.skipif(RELEASE < (0, 24), reason="vLLM tells of one stage only")
+
+LENGTHS = (300, 385, 777)
+STAGES: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "max_num_batched_tokens": 256,
+    "worker_extension_cls": "cpu_stages.Stages",
+}
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+SPLITS: dict[str, dict[str, Any]] = {"stages": STAGES, "one": {}, "ranks": RANKS}
+PROCESSES = {"stages": "stages", "one": "second", "ranks": "ranks"}
+KILLED = ("first", "last")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What came out.
+
+    Attributes:
+        own: by name of the prompts, what one rank says by its own prefix hit.
+        runs: by name, or by "writer -> reader".
+        died: by which was killed, what the engine said whose stage it was.
+        stored: by who wrote them, the bytes of the records of the same prompts.
+        wrong: number of records found wrong.
+    """
+
+    own: dict[str, list[Answer]]
+    runs: dict[str, Answers]
+    died: dict[str, str]
+    stored: dict[str, dict[str, bytes]]
+    wrong: int
+
+
+def prompts_of(names: list[str]) -> dict[str, list[list[int]]]:
+    source = random.Random(61)
+    lengths = dict.fromkeys(names, LENGTHS) | {
+        "preempted": (250, 251, 253, 254),
+        "aborted": 4 * (900,),
+        **{f"killed {which}": 4 * (700,) for which in KILLED},
+    }
+    return {
+        name: [[source.randrange(3, 320) for _ in range(n)] for n in each]
+        for name, each in lengths.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
+) -> Runs:
+    prompts = prompts_of(list(SPLITS))
+    many = {"preempted": 40}
+    own = {
+        name: list(oracle(asked, max_tokens=many.get(name, 4))) for name, asked in prompts.items()
+    }
+    folder = tmp_path_factory.mktemp("stages")
+    model, store, runs = models["plain"], folder / "store", {}
+    stored = {name: _stored(pool, model, folder / name, own_prompts=prompts["one"], split=split)
+              for name, split in SPLITS.items() if name != "ranks"}  # fmt: skip
+
+    def run(name: str, call: Callable[[Engine], Answers], **options: Any) -> None:
+        """Run an engine of the split that is the last word of `name`."""
+        split = name.rpartition(" ")[2]
+        connector = options.pop("connector", kvferry(store))
+        with pool.get(PROCESSES[split]).engine(
+            model, connector, **SPLITS[split] | options
+        ) as engine:
+            runs[name] = call(engine)
+
+    def store_all(engine: Engine, name: str) -> Answers:
+        before = len(records(store))
+        answers = engine.generate(prompts[name], together=True)
+        wait_for_records(store, before + 2 + 3 + 6)
+        return answers
+
+    def read_and_store(engine: Engine, name: str) -> Answers:
+        found = engine.generate(prompts["stages"])
+        store_all(engine, name)
+        return found
+
+    run("stages", lambda engine: store_all(engine, "stages"))
+    run("stages -> one", lambda engine: read_and_store(engine, "one"))
+    run("stages -> ranks", lambda engine: read_and_store(engine, "ranks"))
+
+    def read_all(engine: Engine) -> Answers:
+        for name in SPLITS:
+            runs[f"{name} -> stages"] = engine.generate(prompts[name], together=name == "one")
+        aborted = [
+            {"token_ids": prompt, "abort_after": index}
+            for index, prompt in enumerate(prompts["aborted"])
+        ]
+        engine.generate(aborted, max_tokens=6, together=True)
+        runs["aborted"] = engine.generate(prompts["aborted"], together=True)
+        runs["usage"] = Answers(answers=[], metrics=engine.metrics())
+        assert engine.process.call("reset", 30, connector=True)["done"]
+        runs["reset"] = engine.generate(prompts["one"])
+        return runs["reset"]
+
+    run("all -> stages", read_all, connector=kvferry(store, memory_bytes=memory_of(store, 20)))
+    small = {"num_gpu_blocks_override": 10, "max_model_len": 512}
+    preempted = kvferry(store, save_generated=True)
+    for name in ("preempting stages", "preempted stages"):
+        run(
+            name,
+            lambda engine: engine.generate(prompts["preempted"], max_tokens=40, together=True),
+            connector=preempted,
+            **small,
+        )
+    died = {}
+    for rank, which in zip((0, -1), KILLED, strict=True):
+        process = pool.get("stages")
+        died[which] = kill_a_rank(process, model, store, prompts[f"killed {which}"], rank, **STAGES)
+        pool.discard("stages")
+
+    def read_killed(engine: Engine) -> Answers:
+        for which in KILLED:
+            runs[f"killed {which}"] = engine.generate(prompts[f"killed {which}"])
+        return runs[f"killed {which}"]
+
+    run("after the kills stages", read_killed, connector=kvferry(store, audit="1.0"))
+    wrong = len(list(store.glob("quarantine/*")))
+    return Runs(own, runs, died, stored, wrong)
+
+
+def _stored(
+    pool: Pool, model: Path, store: Path, *, own_prompts: list[list[int]], split: dict[str, Any]
+) -> dict[str, bytes]:
+    """Return the records that an engine stores of some prompts."""
+    process = pool.get("stages" if split else "second")
+    alike = {"max_num_batched_tokens": 256}  # so that the same steps compute them
+    with process.engine(model, kvferry(store), **split | alike) as engine:
+        engine.generate(own_prompts)
+        found = wait_for_records(store, 2 + 3 + 6)
+    return {path.name: path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("stages", "one"), ("stages", "ranks"), *((writer, "stages") for writer in SPLITS)],
+)
+def test_what_one_split_stored_another_reads(writer: str, reader: str, outcome: Runs) -> None:
+    answers = outcome.runs[f"{writer} -> {reader}"]
+    assert_same(outcome.own[writer], answers)
+    assert [answer.cached for answer in answers] == [expected_hit(n) for n in LENGTHS]
+    assert answers.external == sum(expected_hit(n) for n in LENGTHS)
+
+
+def test_stages_that_store_in_chunks_and_steps_that_overlap_say_what_one_engine_says(
+    outcome: Runs,
+) -> None:
+    assert_same(outcome.own["stages"], outcome.runs["stages"])
+    assert outcome.runs["stages"].external == 0
+
+
+@pytest.mark.skipif(DEVICE.env.get("VLLM_CPU_KVCACHE_SPACE") is None, reason="bytes of a CPU")
+def test_stages_store_the_very_bytes_of_an_engine_without(outcome: Runs) -> None:
+    assert len(outcome.stored["one"]) == 2 + 3 + 6
+    assert outcome.stored["stages"] == outcome.stored["one"]
+
+
+def test_aborts_leave_stages_that_serve_and_leak_no_block(outcome: Runs) -> None:
+    assert_same(outcome.own["aborted"], outcome.runs["aborted"])
+    assert outcome.runs["usage"].metrics["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_after_a_reset_stages_read_nothing_of_before(outcome: Runs) -> None:
+    assert_same(outcome.own["one"], outcome.runs["reset"])
+    assert outcome.runs["reset"].external == 0
+
+
+def test_requests_that_stages_preempt_and_resume_say_the_same(outcome: Runs) -> None:
+    for name in ("preempting stages", "preempted stages"):
+        run = outcome.runs[name]
+        assert_same(outcome.own["preempted"], run)
+        assert run.metrics["vllm:num_preemptions_total"] > 0
+        assert not run.counted("load_failed", "hook_failed")
+    assert outcome.runs["preempted stages"].external >= 4 * 128
+
+
+@pytest.mark.parametrize("which", KILLED)
+def test_a_stage_that_is_killed_ends_its_engine_and_the_next_start_works(
+    which: str, outcome: Runs
+) -> None:
+    assert outcome.died[which]
+    assert "TimeoutError" not in outcome.died[which]
+    assert_same(outcome.own[f"killed {which}"], outcome.runs[f"killed {which}"])
+    assert outcome.runs[f"killed {which}"].external > 0
+    assert outcome.wrong == 0
+
+
+def test_stages_compute_what_they_read(outcome: Runs) -> None:
+    for which in KILLED:
+        assert outcome.runs[f"killed {which}"].counted("audits") > 0
+        assert not outcome.runs[f"killed {which}"].counted("audit_mismatch", "audit_failed")
