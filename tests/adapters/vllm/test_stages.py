@@ -34,6 +34,7 @@ from .fakes import (
     UniformTypeKVCacheSpecs,
     make_config,
     names,
+    odd,
     write_model,
 )
 from .released import Release, number, versions
@@ -210,8 +211,12 @@ def refused(model, stages):
 
 REFUSED = {
     "a layer that is not served": (
+        [[Group(names(0), FULL)], [Group(names(1), odd(FullAttentionSpec, extra_bytes=64))]],
+        r"pipeline stage 1: .*layers\.1.* stores keys and values alone",
+    ),
+    "a recurrent layer": (
         [[Group(names(0), FULL)], [Group(names(1), MambaSpec())]],
-        r"pipeline stage 1: layer .*layers\.1.* keeps its KV as a MambaSpec",
+        r"pipeline stage 1: layer .*layers\.1.* keeps a recurrent state",
     ),
     "a layer of two stages": (
         [[Group(names(0, 1), FULL)], [Group(names(1, 2), FULL)]],

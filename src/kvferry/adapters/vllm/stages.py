@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.adapters.vllm.layers import Layer, layers_of, refuse_parallel, stages_of
+from kvferry.adapters.vllm.layers import Layer, layers_of, refuse_parallel, specs_of, stages_of
 from kvferry.errors import ConfigError
 
 
@@ -48,12 +48,14 @@ def find_layers(
         ConfigError: a split or a layer that is not served. With stages, all workers raise.
     """
     parallel = vllm_config.parallel_config
+    num_stages = stages_of(parallel)
 
     def describe() -> list[Layer]:
         refuse_parallel(parallel)
+        if num_stages > 1:
+            _refuse_states(kv_cache_config)
         return layers_of(vllm_config, kv_cache_config, platform)
 
-    num_stages = stages_of(parallel)
     if num_stages == 1 and kv_cache_config is None:
         refuse_parallel(parallel)
         return None
@@ -65,6 +67,17 @@ def find_layers(
             "connectors of the first stage only; use 0.24 or later, or set it to 1"
         )
     return layers_of_all_stages(describe, exchange) if is_worker else describe()
+
+
+def _refuse_states(kv_cache_config: Any) -> None:  # noqa: ANN401 - the host's
+    """Raise ConfigError if this stage has a recurrent layer: what is exchanged here is of KV."""
+    for group in kv_cache_config.kv_cache_groups:
+        for name, spec in specs_of(group):
+            if type(spec).__name__ == "MambaSpec":
+                raise ConfigError(
+                    f"layer {name} keeps a recurrent state, which kvferry's connector does not "
+                    "store in pipeline stages; set pipeline_parallel_size to 1"
+                )
 
 
 def layers_of_all_stages(
