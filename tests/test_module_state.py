@@ -16,6 +16,7 @@ OF_THE_PROCESS = {
     "engine/model.py LOADING": "Transformers patches torch for the whole process while it loads",
     "record/leaves.py native_leaves": "a library is loaded once",
     "store/kinds.py _installed": "what is installed",
+    "testing/world/kv.py _mix": "numbers that are the same in every world",
     "v1/late_weights.py _begin": "vLLM asks several times before it makes a connector",
 }
 
