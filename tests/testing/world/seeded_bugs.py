@@ -178,8 +178,6 @@ BUGS = (
     Bug("NaN is stored", SLOTS,
         "        if not are_finite:\n            return Sealed(chunk.slot, None, is_finite=False)\n",
         ""),
-    Bug("what follows NaN is stored", SAVES,
-        "                request.block_saves()\n        found", "                pass\n        found"),
     Bug("a record is written before the last rank has hashed", WRITES,
         "            if len(record.digests) == self._world_size:",
         "            if len(record.digests) == 1:"),
@@ -230,10 +228,6 @@ BUGS = (
         "                if key not in forgotten:\n", "                if True:\n"),
     Bug("an absent key is never asked for again", KEYS,
         "ABSENT_SECONDS = 1.0", "ABSENT_SECONDS = 1e9"),
-    Bug("the copier of a tier ends with its first fault", THREAD,
-        "                self._closing.wait(self._target.patience.look_seconds)\n"
-        "                continue\n",
-        "                return\n"),
     Bug("a value under our name that is none of ours stays", REMOTE,
         "        return size == 0 or (size is not None and self._size not in (None, size))",
         "        return False"),
@@ -265,8 +259,10 @@ BUGS = (
               "import logging\n"),
          Edit(THREAD, "            except StoreError:  # of a store that broke its contract;"
               " after a while, others go on\n"
+              "                is_broken = True\n"
               "                self._closing.wait(self._target.patience.look_seconds)\n",
               "            except Exception:\n"
+              "                is_broken = True\n"
               '                logging.getLogger("kvferry").warning("copying a value")\n'))),
     Bug("had: a client's own fault is seen nowhere", FAULTS,
         'f"{said} failed", passes=StoreError)', 'f"{said} failed", passes=Exception)'),

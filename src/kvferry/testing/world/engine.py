@@ -197,6 +197,9 @@ class Engine:
         self._ambushes.append(Ambush(moment, self.loop.now + seconds, do))
         self._woken.set()
 
+    def await_no_moment(self) -> None:
+        self._ambushes.clear()
+
     def forget(self) -> None:
         """Other prompts have taken the place of all that the host and its memory held."""
 
@@ -228,8 +231,9 @@ class Engine:
 
         self.tell(begin)
 
-    def break_at(self, place: str) -> None:
-        """The next call of a part of the scheduler role raises what nobody foresaw."""
+    def break_at(self, place: str, number: int) -> None:
+        """The call with this number from now on, of a part of the scheduler role, raises what
+        nobody foresaw."""
 
         def begin(host: Host) -> None:
             host.is_broken = True
@@ -238,8 +242,12 @@ class Engine:
             for each in path.split(".") if path else ():
                 part = getattr(part, each)
 
-            def fail(*_: object, **__: object) -> int:
-                delattr(part, name)
+            real, left = getattr(part, name), iter(range(number))
+
+            def fail(*given: Any, **named: Any) -> Any:
+                if next(left, None) is not None:
+                    return real(*given, **named)
+                vars(part).pop(name, None)
                 raise ZeroDivisionError("of this world")
 
             setattr(part, name, fail)

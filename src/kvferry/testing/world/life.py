@@ -48,6 +48,9 @@ NEVER = {
 def live(world: World) -> None:
     """Live a world through. Runs in: its main task. Raises Wrong."""
     _act(world)
+    _await_requests(world)
+    for engine in world.engines.values():
+        engine.await_no_moment()
     _end_faults(world)
     _await_requests(world)
     if world.scenario.checks_liveness:

@@ -22,6 +22,9 @@ MOMENTS: dict[str, Callable[[Any], bool]] = {
         for request in engine.scheduler.requests.by_id.values()
     ),
     "asking again": lambda engine: any(request.asks_since for request in engine.host.waiting),
+    "asking once more": lambda engine: any(
+        request.turn and request.asks_since for request in engine.host.waiting
+    ),
     "away": lambda engine: any(tier.up is None for tier in engine.parts[0].store._tiers),
 }
 """By name: whether it is that moment in an engine."""

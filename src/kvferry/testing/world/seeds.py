@@ -111,7 +111,7 @@ def _engine(
         num_slots=rng.choice((8, 12, 16, 24)),
         world_size=world_size,
         recomputes=rng.random() < 0.5,
-        strict=rng.random() < 0.8,
+        strict=rng.random() < 0.6,
         names_weights=rng.random() < 0.3,
         late_weights=rng.choice((0.0,) * 7 + (0.5, 5.0)),
         mode=rng.choice((Mode.BOTH,) * 8 + (Mode.READ, Mode.WRITE)),
@@ -123,7 +123,7 @@ def _engine(
 _WEIGHTS = {
     "send": 60,
     "forget": 8,
-    "upon": 14,
+    "upon": 25,
     "handover": 10,
     "fault": 12,
     "damage": 10,
@@ -134,7 +134,7 @@ _WEIGHTS = {
     "sleep": 3,
     "glitch": 3,
     "break_load": 4,
-    "break_at": 3,
+    "break_at": 6,
     "plan_twice": 2,
     "switch_off": 1,
     "reset_within": 2,
@@ -177,6 +177,11 @@ def _actions(
         at += pace * rng.choice((0.0, 0.01, 0.1, 1.0)) * rng.random()
         what = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
         name = rng.choice(engines).name
+        if what in ("reset", "sleep", "preempt") and rng.random() < 0.5:
+            # Who waits for blocks for the second time leaves.
+            made.append(
+                Action(round(at, 3), "upon", (name, "asking once more", 3.0, "abort", (name,)))
+            )
         given = _given(rng, mood, what, name, engines, media)
         made.append(Action(round(at, 3), "fault" if what == "damage" else what, given))
     return tuple(made)
@@ -193,7 +198,7 @@ def _given(
     if what == "upon":
         then = rng.choice(_AT_A_MOMENT)
         given = _given(rng, mood, then, name, engines, media)
-        moment, seconds = rng.choice(tuple(MOMENTS)), rng.choice((1.0, 10.0))
+        moment, seconds = rng.choice(tuple(MOMENTS)), rng.choice((2.0, 20.0))
         return name, moment, seconds, "fault" if then == "damage" else then, given
     if what == "send":
         return name, _ask(rng, mood)
@@ -211,7 +216,7 @@ def _given(
     if what in ("break_load", "preempt"):
         return name, rng.randrange(1, 4)
     if what == "break_at":
-        return name, rng.choice(_PLACES)
+        return name, rng.choice(_PLACES), rng.randrange(4)
     if what == "erase":
         return (rng.choice(SALTS),)
     if what == "sleep":

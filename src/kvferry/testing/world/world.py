@@ -204,11 +204,11 @@ class World:
         if (running := self._running(engine)) is not None and running.host is not None:
             running.host.num_glitches += 1
 
-    def break_at(self, engine: str, place: str) -> None:
+    def break_at(self, engine: str, place: str, number: int) -> None:
         """A part of the scheduler role raises what nobody foresaw, once. Needs engines that are not
         strict."""
         if (running := self._running(engine)) is not None and not running.shape.strict:
-            running.break_at(place)
+            running.break_at(place, number)
 
     def plan_twice(self, engine: str) -> None:
         """The host builds a second plan for a step. Needs engines that are not strict."""
@@ -237,8 +237,9 @@ class World:
             running.tell(self._abort_any)
 
     def _abort_any(self, host: Host) -> None:
-        if live := list(host.requests.values()):
-            host.abort(self._random.choice(live))
+        again = [each for each in host.waiting if each.turn]
+        if kinds := list(filter(None, (again, list(host.waiting), list(host.requests.values())))):
+            host.abort(self._random.choice(self._random.choice(kinds)))
 
     def upon(
         self, engine: str, moment: str, seconds: float, what: str, given: tuple[Any, ...]
