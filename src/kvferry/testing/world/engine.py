@@ -443,7 +443,8 @@ class Engine:
 
     def _check_rest(self) -> None:
         """What holds once nothing is to be done: nobody has a pin."""
-        if num_pins := self.scheduler.pool.num_pins:
+        num_pins = 0 if self.has_lost_plan else self.scheduler.pool.num_pins
+        if num_pins:
             raise Wrong("pool", f"{self.name} is at rest, and {num_pins} pins are left")
         self._check_memory()
 

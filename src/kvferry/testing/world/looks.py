@@ -35,6 +35,7 @@ def look_again(world: World) -> None:
     """Runs in: the main task. Raises Wrong."""
     engines = [each for each in world.engines.values() if not (each.off or each.has_lost_plan)]
     for engine in engines:
+        _check_erased_here(world, engine)
         _ask_again(world, engine)
     for engine in engines:
         _check_liveness(world, engine)
@@ -162,6 +163,16 @@ def _check_across(world: World, engine: Engine, other: Engine) -> None:
     _probe(world, other, ask, tokens)
     if not _hits(world, engine, ask, tokens, forgets=True):
         raise Wrong("liveness", f"{engine.name} never finds what {other.name} has computed")
+
+
+def _check_erased_here(world: World, engine: Engine) -> None:
+    """Nothing that was erased is in the memory of an engine that has served a request since."""
+    ask = Ask(world.new_document(), 2 * engine.shape.chunk_tokens, tail=0)
+    _probe(world, engine, ask, world.tokens_of(ask), forgets=False)
+    before = min(world.loop.now - HEED_SECONDS, world.faults_until)
+    for key in engine.scheduler.pool._by_key:
+        if world.truth.is_erased(key, before):
+            raise Wrong("erased", f"{engine.name} holds {key.hex()}, which was erased")
 
 
 def _check_erased(world: World) -> None:

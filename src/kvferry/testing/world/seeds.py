@@ -143,8 +143,8 @@ _WEIGHTS = {
     "erase": 4,
 }
 _AT_A_MOMENT = (
-    *("reset", "sleep", "abort", "abort", "preempt", "preempt", "erase", "suffer", "fault"),
-    *("damage", "kill", "restart", "forget", "break_load", "break_at"),
+    *("reset", "sleep", "abort", "abort", "preempt", "preempt", "erase", "erase", "suffer"),
+    *("fault", "damage", "kill", "restart", "forget", "break_load", "break_load", "break_at"),
 )
 _PLACES = (
     *("policy.begin_step", "_heed_erased", "_searches._learn", "saves.plan", "saves.poll_writes"),
@@ -165,7 +165,7 @@ def _actions(
     ]
     mood = _Mood(
         rng.choice((1, 2, 4)),
-        rng.choice((0.0, 0.0, 0.4)),
+        rng.choice((0.3, 0.6)) if "erase" in kinds else rng.choice((0.0, 0.0, 0.4)),
         rng.choice((0.0, 0.0, 0.3)),
         rng.choice((0.0, 0.0, 0.4)),
         rng.choice((0.0, 0.0, 0.3)),
@@ -173,7 +173,7 @@ def _actions(
         rng.choice((0.0, 0.2, 0.4)),
     )
     pace = rng.choice((0.2, 1.0, 3.0))
-    for _ in range(rng.randrange(8, 60)):
+    for _ in range(rng.randrange(8, 50)):
         at += pace * rng.choice((0.0, 0.01, 0.1, 1.0)) * rng.random()
         what = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
         name = rng.choice(engines).name
@@ -183,7 +183,8 @@ def _actions(
                 Action(round(at, 3), "upon", (name, "asking once more", 3.0, "abort", (name,)))
             )
         given = _given(rng, mood, what, name, engines, media)
-        made.append(Action(round(at, 3), "fault" if what == "damage" else what, given))
+        action = Action(round(at, 3), "fault" if what == "damage" else what, given)
+        made += [action] * (rng.choice((1, 1, 1, 2, 3)) if what == "send" else 1)  # a crowd
     return tuple(made)
 
 
@@ -244,7 +245,7 @@ def _ask(rng: random.Random, mood: _Mood) -> Ask:
     return Ask(
         document=rng.randrange(mood.documents),
         length=length,
-        tail=rng.choice((1, 3, 20)),
+        tail=rng.choice((1, 3, 20, 40)),
         salt=rng.choice(SALTS) if rng.random() < mood.salted else None,
         lora="adapter" if rng.random() < mood.adapted else None,
         image=(rng.randrange(2), rng.choice((6, length - 2))) if is_shown else None,

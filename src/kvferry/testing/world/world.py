@@ -308,7 +308,8 @@ class World:
         for engine in self.engines.values():
             engine.mend()
             if engine.host is not None:
-                engine.host.num_glitches = 0
+                engine.host.num_glitches = engine.host.num_preemptions = 0
+                engine.host.plans_twice = engine.host.resets_within = False
 
     # -- what it knows --------------------------------------------------------------------------
 
