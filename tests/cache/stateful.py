@@ -8,8 +8,9 @@ Freed blocks are filled with garbage. A forward on anything but the right state 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.layout.states import components_of
 from kvferry.observe import Counters
+from kvferry.store.base import Store
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import NULL_BLOCK, KVGroup, OfferedState, StateKind, TablePart
 from tests.cache.pools import check_pool
@@ -149,21 +151,37 @@ class StatefulHost:
     """Runs requests of a model with states through the cache's roles, guarded and strict.
 
     Args:
-        store: URL of its store.
+        store: its store, or the URL of that.
         kind: one of `tests.state_models.MODELS`.
         tp: number of ranks.
     """
 
     def __init__(
-        self, store: str, kind: str, tp: int = 1, num_blocks: int = 200, **options: Any
+        self,
+        store: str | Store,
+        kind: str,
+        tp: int = 1,
+        *,
+        num_blocks: int = 200,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ) -> None:
         self.observer = Counters()
-        given = {"store": store, "memory_bytes": 1 << 24, "audit": "off", **options}
+        opened, url = (None, store) if isinstance(store, str) else (store, store.url)
+        given = {"store": url, "memory_bytes": 1 << 24, "audit": "off", **options}
         self.caches = [
-            PrefixCache(spec_of(kind, rank, tp), given, self.observer, has_scheduler=rank == 0)
+            PrefixCache(
+                spec_of(kind, rank, tp),
+                given,
+                self.observer,
+                store=opened,
+                has_scheduler=rank == 0,
+            )
             for rank in range(tp)
         ]
         assert self.caches[0].wait_ready(30)
+        for cache in self.caches:
+            cache.context = replace(cache.context, clock=clock)
         self.role: CacheScheduler = self.caches[0].scheduler()
         self.scheduler = GuardedScheduler(
             self.role, self.observer, block_size=BLOCK, strict=True, checks_host=False

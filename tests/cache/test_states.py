@@ -12,8 +12,11 @@ import pytest
 
 from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys, state_key
+from kvferry.store.servers.remote import RemoteStore
+from kvferry.testing.clock import FakeClock
 from tests.cache.stateful import BLOCK, StatefulHost, StatefulHostRequest
 from tests.state_models import MODELS
+from tests.store.servers.remote_client import DictClient
 
 KIND = "Mamba-2"
 PROMPT = list(range(7, 7 + 4 * BLOCK + 9))
@@ -141,7 +144,10 @@ def test_a_request_that_lost_its_blocks_goes_on_from_its_own_states(make_host):
     host.finish(request)
 
 
-@pytest.mark.parametrize("where", ["a slot is overwritten", "another epoch begins"])
+OVERWRITTEN = {"KV is overwritten": slice(1), "a state is overwritten": slice(-1, None)}
+
+
+@pytest.mark.parametrize("where", [*OVERWRITTEN, "another epoch begins"])
 def test_a_load_that_fails_is_computed_and_ends_nothing(make_host, where):
     store(make_host, PROMPT)
     host = make_host()
@@ -154,7 +160,7 @@ def test_a_load_that_fails_is_computed_and_ends_nothing(make_host, where):
             host.scheduler.reset()
         for rank in host.ranks if num_external_tokens else ():
             load, _ = host.role.requests.by_id["r"].load or (None, None)
-            for chunk in load.chunks[-1:] if load is not None else ():
+            for chunk in load.chunks[OVERWRITTEN[where]] if load is not None else ():
                 rank.driver.role.io.overwrite(chunk.slot)
 
     host.scheduler.update_after_alloc = fail
@@ -208,7 +214,23 @@ def test_a_host_that_names_no_block_of_a_table_has_nothing_more_saved(make_host,
     host.settle()
 
 
-@pytest.mark.parametrize("seed", range(12))
+def test_a_server_is_asked_for_states_with_the_first_question():
+    client = DictClient()
+    writer = StatefulHost(RemoteStore("memory://server", client), KIND)
+    writer.run("writer", PROMPT)
+    writer.settle()
+    writer.close()
+    client = DictClient(client.values)
+    # By its clock no answer is late.
+    clock = FakeClock()
+    reader = StatefulHost(RemoteStore("memory://server", client, clock=clock), KIND, clock=clock)
+    assert reader.run("reader", PROMPT) == 4 * BLOCK
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(n, marks=pytest.mark.sweep) for n in range(12, 200))]
+)
 def test_prompts_of_any_schedule_are_right(make_host, seed):
     """Requests of common beginnings, in steps of any length, which lose their blocks and wait for
     each other's chunks in a pool of a few slots."""

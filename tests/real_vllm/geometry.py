@@ -22,6 +22,7 @@ from kvferry.adapters.vllm.spec import (
     layer_views,
     spec_of_workers,
 )
+from kvferry.adapters.vllm.states import served_states
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
@@ -149,8 +150,9 @@ def described(
     """What one half of the connector makes of its configuration."""
     refuse_parallel(config.parallel_config)
     layers = layers_of(config, groups, platform)
+    states = served_states(config, groups, layers, dim_first=False, hands_off=True)
     identity = ModelIdentity(weights=b"w" * 32, config={})
-    return engine_spec(config, layers, None, mix.chunk, lambda: identity), layers
+    return engine_spec(config, layers, None, mix.chunk, lambda: identity, states), layers
 
 
 class RankOfVllm:

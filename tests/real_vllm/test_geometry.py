@@ -301,10 +301,16 @@ MIXES = {
     "a draft model": with_draft("draft_model.model.layers.0.attn", lambda tp: full(tp, 8)),
     "Mamba and attention": Mix(
         specs=lambda tp: {attn(0): full(tp, 8), "model.layers.1.mixer": mamba()},
-        refused="MambaSpec.*KVFerryTier",
+        refused="mamba_cache_mode='none'.*enable-prefix-caching",
     ),
-    "gated delta nets": one(mamba(kind=MambaAttentionBackendEnum.GDN_ATTN), refused="MambaSpec"),
-    "states with speculation": one(mamba(num_speculative_blocks=2), refused="MambaSpec"),
+    "states and no KV": one(
+        mamba(shapes=((3, 24), (2, 8, 4)), mamba_cache_mode="align"),
+        refused="no KV beside them.*KVFerryTier",
+    ),
+    "states with speculation": one(
+        mamba(num_speculative_blocks=2, mamba_cache_mode="align"),
+        refused="num_speculative_blocks=2",
+    ),
     "Llama 4": llama4(),
     "Llama 4, all tokens kept": llama4(hybrid=False),
     "attention chunks that a record is cut by": two_kinds(

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvferry.adapters.vllm.layers import layers_of
+from kvferry.adapters.vllm.states import served_states
 from kvferry.errors import ConfigError
 from tests.adapters.transformers.tiny_configs import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -127,11 +128,13 @@ def states_of(vllm_config: Any, model: torch.nn.Module) -> dict[str, Any]:
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
-# With layers that are refused: recurrent ones, or attention to later tokens.
-REFUSED = {
+RECURRENT = {
     "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2",
-    "qwen3_next", "zamba2", "hrm_text",
+    "qwen3_next", "zamba2",
 }  # fmt: skip
+SERVED_STATES = {"falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_next", "zamba2"}
+REFUSED = {"hrm_text"}
+"""With attention to later tokens."""
 
 
 @pytest.mark.parametrize("model_type", BUILT)
@@ -144,12 +147,10 @@ def test_every_layer_that_keeps_state_is_named_or_refused(
     states = states_of(vllm_config, model)
     groups = [KVCacheGroupSpec([name], spec) for name, spec in states.items()]
     config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-    unserved = [
-        name
-        for name, spec in states.items()
-        if isinstance(spec, MambaSpec) or getattr(spec, "non_causal", False)
-    ]
+    recurrent = [name for name, spec in states.items() if isinstance(spec, MambaSpec)]
+    unserved = [name for name, spec in states.items() if getattr(spec, "non_causal", False)]
     assert states
+    assert bool(recurrent) == (model_type in RECURRENT)
     assert bool(unserved) == (model_type in REFUSED)
     target = vllm_config.model_config
     # For n-grams, vLLM names the model itself as the drafter's.
@@ -157,12 +158,28 @@ def test_every_layer_that_keeps_state_is_named_or_refused(
     for speculative in (None, n_grams):
         object.__setattr__(vllm_config, "speculative_config", speculative)
         if unserved:
-            with pytest.raises(ConfigError, match=r"MambaSpec|non_causal") as refusal:
+            with pytest.raises(ConfigError, match=r"non_causal") as refusal:
                 layers_of(vllm_config, config, "cpu")
             assert any(f"layer {name} " in str(refusal.value) for name in unserved)
         else:
             named = [layer.name for layer in layers_of(vllm_config, config, "cpu")]
-            assert sorted(named) == sorted(states)
+            assert sorted(named) == sorted(states.keys() - set(recurrent))
+    if recurrent:
+        layers = layers_of(vllm_config, config, "cpu")
+        found, said = (), ""
+        try:
+            found = served_states(
+                vllm_config, config, layers, dim_first=False, hands_off=True
+            ).tables
+        except ConfigError as refusal:
+            said = str(refusal)
+        named = [name for part in found for name in part.layer_names]
+        if model_type in SERVED_STATES:
+            assert (sorted(named), said) == (sorted(recurrent), "")
+        else:
+            assert "no KV beside them" in said or any(
+                f"layer {name} " in said for name in recurrent
+            )
 
 
 def test_the_table_has_every_causal_model_that_vllm_and_transformers_share() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.adapters.vllm.states import state_components, states_of
+from kvferry.adapters.vllm.states import served_states, state_components, states_of
 from kvferry.blocks.rows import RankRows
 from kvferry.blocks.states import PagedStates
 from kvferry.errors import ConfigError
@@ -352,3 +352,35 @@ def test_rings_of_inputs_behind_a_state_are_refused(order):
         state_components(
             ring, SimpleNamespace(n_groups=8), 1, dim_first=order == "DS", where="layer 1"
         )
+
+
+TRIED = {
+    "Granite 4 (Mamba-2, one group)", "Nemotron-H (Mamba-2, 8 groups, float32)",
+    "Qwen3-Next (gated delta net)", "LFM2 (short convolution)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kinds_that_no_engine_ran_are_refused_by_name(name):
+    config = host_config(name, 1)
+    if "Kimi" in name:
+        config.model_config.hf_text_config.linear_attn_config = {"kda_layers": [1]}
+    groups = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(layer_names=["layers.1"], kv_cache_spec=spec_of(name, 1))]
+    )
+
+    def served(layers=("one with KV",), **how):
+        return served_states(config, groups, layers, dim_first=False, **{"hands_off": True, **how})
+
+    if name in TRIED:
+        assert served() == states_of(config, groups, dim_first=False)
+        for how, message in (
+            ({"hands_off": False}, "does not say where they are"), ({"layers": ()}, "no KV beside")
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match=message):
+                served(**how)
+    else:
+        kind = "Kimi's delta attention" if "Kimi" in name else MODELS[name][0].name
+        with pytest.raises(ConfigError, match=f"layer layers.1 has those of {kind}") as refused:
+            served()
+        assert "\n" not in str(refused.value)

@@ -176,6 +176,10 @@ class MLAAttentionSpec(FullAttentionSpec):
 @dataclass
 class MambaSpec:
     block_size: int = 4
+    shapes: tuple[tuple[int, ...], ...] = ((3, 24), (2, 8, 4))
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    mamba_type: str = "MAMBA2"
+    mamba_cache_mode: str = "align"
 
 
 @dataclass

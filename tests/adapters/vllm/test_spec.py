@@ -11,6 +11,7 @@ import torch
 
 from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
 from kvferry.adapters.vllm.spec import engine_spec, layer_views
+from kvferry.adapters.vllm.states import served_states
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.spec import Mode
 from kvferry.errors import ConfigError
@@ -164,10 +165,10 @@ def test_a_latent_is_one_head_on_every_rank_and_written_once(model):
 
 def test_a_group_that_the_host_would_not_transfer_is_refused_like_any_other(model):
     groups = (
-        Group(names(0), MambaSpec(), enable_kv_transfer=False),
+        Group(names(0), odd(FullAttentionSpec, extra_bytes=64), enable_kv_transfer=False),
         Group(names(1), FullAttentionSpec()),
     )
-    with pytest.raises(ConfigError, match=f"{names(0)[0]} keeps its KV as a MambaSpec"):
+    with pytest.raises(ConfigError, match=f"{names(0)[0]} has .* keys and values alone"):
         spec_of(make_config(model), *groups)
 
 
@@ -226,7 +227,6 @@ class NewFieldSpec(FullAttentionSpec):
 NewFieldSpec.__name__ = "FullAttentionSpec"
 
 REFUSED = {
-    "recurrent state": (MambaSpec(), "MambaSpec"),
     "the end of a hit computed again": (
         SlidingWindowMLASpec(bounded_replay=True),
         "bounded_replay=True",
@@ -410,7 +410,7 @@ def test_names_and_numbers_that_tell_no_drafts_apart_are_refused(model, made):
 
 
 @pytest.mark.parametrize("speculative", [None, NGRAMS, DRAFTER], ids=["none", "ngram", "drafter"])
-def test_states_beside_attention_are_refused_by_name_whatever_their_numbers(model, speculative):
+def test_states_beside_attention_are_states_whatever_their_numbers(model, speculative):
     modules = dict.fromkeys([*FALCON, EAGLE][: None if speculative is DRAFTER else -1], object())
     config = make_config(
         model,
@@ -418,8 +418,15 @@ def test_states_beside_attention_are_refused_by_name_whatever_their_numbers(mode
         compilation_config=SimpleNamespace(static_forward_context=modules),
     )
     attention = Group([name for name in modules if name not in STATES], FullAttentionSpec())
-    with pytest.raises(ConfigError, match=f"layer {STATES[0]} keeps its KV as a MambaSpec"):
-        spec_of(config, attention, Group(STATES, MambaSpec()))
+    how = {"dim_first": False, "hands_off": True}
+    cache = KVCacheConfig([attention, Group(STATES, MambaSpec())])
+    layers = layers_of(config, cache, "cuda")
+    assert not {layer.name for layer in layers} & set(STATES)
+    states = served_states(config, cache, layers, **how)
+    assert sorted(name for part in states.tables for name in part.layer_names) == sorted(STATES)
+    none = KVCacheConfig([attention, Group(STATES, MambaSpec(mamba_cache_mode="none"))])
+    with pytest.raises(ConfigError, match=f"layer {STATES[0]} keeps no state at the end of blocks"):
+        served_states(config, none, layers, **how)
 
 
 def test_a_drafter_is_told_by_the_marks_of_its_specs_and_modules(model):

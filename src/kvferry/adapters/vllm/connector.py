@@ -17,6 +17,7 @@ from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import (
     Host,
     computes_otherwise,
+    conv_state_layout,
     cpu_kernels,
     needs_all_tokens,
     own_report,
@@ -28,13 +29,14 @@ from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
 from kvferry.adapters.vllm.stages import find_layers
+from kvferry.adapters.vllm.states import served_states
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import CacheConfig
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.config import build_config, format_size, unknown
 from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import LookupMiss
-from kvferry.contract.spec import EngineSpec, Mode
+from kvferry.contract.spec import EngineSpec, Mode, StateSpec
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.identity import model_identity
@@ -106,6 +108,7 @@ class FerryConnector(OneRole):
             self.host.exchange,
             is_worker=self._is_worker,
         )
+        self._states = self._served_states(kv_cache_config)
         self._options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._hands_over, self._client_options = take_rules(self._options)
         self._step_back_beside_another()
@@ -129,6 +132,17 @@ class FerryConnector(OneRole):
                 "kvferry: another kvferry of this engine hands requests over and explains them, so "
                 'this one does neither; set "handover": false for it'
             )
+
+    def _served_states(self, kv_cache_config: Any) -> StateSpec | None:  # noqa: ANN401
+        if self._layers is None:
+            return None
+        return served_states(
+            self._host_config,
+            kv_cache_config,
+            self._layers,
+            dim_first=conv_state_layout() == "DS",
+            hands_off=self.host.hands_off_states,
+        )
 
     @property
     def _num_stages(self) -> int:
@@ -156,6 +170,7 @@ class FerryConnector(OneRole):
                 options.weights_version,
                 self._weights.hashed,
             ),
+            self._states,
         )
         if self._why_off or self._awaits_stages:
             spec = replace(spec, mode=Mode.OFF)
@@ -192,6 +207,7 @@ class FerryConnector(OneRole):
             hands_over=self._hands_over,
             drafts=getattr(config, "speculative_config", None) is not None,
             loads=not needs_all_tokens(config),
+            states=self._states,
         )
         requests.client_options = self._client_options
         self.attach(
@@ -463,6 +479,10 @@ def _capacities(cache: PrefixCache) -> str:
     found = [f"memory holds {cache.num_slots * chunk_tokens} tokens"]
     if max_bytes is not None:
         found.append(f"the store {max_bytes // cache.schema.record_bytes * chunk_tokens}")
+    states = cache.context.states
+    if states is not None:
+        every, size = states.every * chunk_tokens, states.num_parts * cache.schema.record_bytes
+        found.append(f"a recurrent state after every {every} tokens has {format_size(size)}")
     if cache.spec.step_tokens is not None:
         found.append(f"a step computes {cache.spec.step_tokens}")
     return ", ".join(found)

@@ -61,6 +61,8 @@ class Host:
         load_config: its `get_config`, which reads a model's configuration as it is written.
         exchange: `exchange_over_stages`; None if it does not bring the description of each pipeline
             stage to the scheduler (before 0.24).
+        hands_off_states: whether each step says which recurrent states stand in which blocks, and
+            loads may fail by request (0.30).
     """
 
     base: type[Any]
@@ -74,6 +76,7 @@ class Host:
     events: Any
     load_config: Callable[..., Any]
     exchange: Callable[[bytes], list[bytes]] | None
+    hands_off_states: bool
 
 
 def load_host() -> Host:
@@ -99,6 +102,9 @@ def load_host() -> Host:
     metrics = import_module(f"{_V1}.metrics")
     output = import_module("vllm.v1.outputs").KVConnectorOutput
     knows_stages = hasattr(v1.KVConnectorBase_V1, "set_xfer_handshake_metadata_pp_aware")
+    step = import_module("vllm.v1.core.sched.output")
+    in_step = {field.name for field in fields(step.SchedulerOutput)}
+    results = getattr(v1, "KVConnectorTransferResults", None)
     has_worker_meta = "kv_connector_worker_meta" in {field.name for field in fields(output)}
     return Host(
         base=v1.KVConnectorBase_V1,
@@ -107,11 +113,12 @@ def load_host() -> Host:
         worker_meta=v1.KVConnectorWorkerMetadata if has_worker_meta else None,
         stats=metrics.KVConnectorStats,
         prom_metrics=metrics.KVConnectorPromMetrics,
-        results=getattr(v1, "KVConnectorTransferResults", None),
+        results=results,
         hit_sources=getattr(_module("vllm.v1.metrics.cache_hit_source"), "CacheHitSource", None),
         events=import_module("vllm.distributed.kv_events"),
         load_config=import_module("vllm.transformers_utils.config").get_config,
         exchange=exchange_over_stages if knows_stages else None,
+        hands_off_states=results is not None and "kv_connector_block_state" in in_step,
     )
 
 

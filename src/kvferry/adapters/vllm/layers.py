@@ -123,7 +123,8 @@ def refuse_stages_beside_others(parallel: Any) -> None:
 def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Layer]:
     """Return every layer of every group, in any order: a hit would leave any other as it was. Only
     draft layers of speculative decoding are left out: their KV depends on another model, and a
-    wrong draft only costs time. So are rings, which are empty where a hit ends.
+    wrong draft only costs time. So are rings, which are empty where a hit ends, and recurrent
+    layers, which keep no KV.
 
     Args:
         kv_cache_config: the host's groups.
@@ -141,7 +142,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
         for name, spec in specs_of(group):
             number = number_of(name, place)
             place += 1
-            if name in drafts:
+            if name in drafts or is_recurrent(spec):
                 continue
             if _is_ring(spec):
                 unserved_fields(spec, KV_SPECS, f"layer {name}")
@@ -168,6 +169,11 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
             )
     _check_rings(rings, {layer.block_size for layer in found})
     return found
+
+
+def is_recurrent(spec: Any) -> bool:
+    """Whether a layer keeps a recurrent state (`states.states_of`), and no KV of tokens."""
+    return type(spec).__name__ == "MambaSpec"
 
 
 def _is_ring(spec: Any) -> bool:

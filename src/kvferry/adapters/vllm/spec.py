@@ -18,7 +18,7 @@ import torch
 
 from kvferry.adapters.vllm.host import cpu_kernels, has_whole_items, load_host
 from kvferry.adapters.vllm.layers import Layer, num_target_layers, stages_of
-from kvferry.contract.spec import EngineSpec, Mode
+from kvferry.contract.spec import EngineSpec, Mode, StateSpec
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.identity import model_identity
 from kvferry.keys import UNREAD, JsonValue, ModelIdentity
@@ -36,6 +36,7 @@ def engine_spec(
     cpu_kernels: str | None,
     chunk_tokens: int | None,
     model_identity: Callable[[], ModelIdentity],
+    states: StateSpec | None = None,
 ) -> EngineSpec:
     """Return the spec of this engine and this rank.
 
@@ -46,6 +47,7 @@ def engine_spec(
         cpu_kernels: instruction set of vLLM's CPU kernels; None if it runs elsewhere.
         chunk_tokens: tokens of a record, as the operator set them; None: not set.
         model_identity: reads the model's files; not called before all else is checked.
+        states: the model's recurrent states, if it has any.
 
     Raises:
         ConfigError: a model that cannot be described, or records that would end within blocks that
@@ -86,6 +88,7 @@ def engine_spec(
         whole_items=has_whole_items(vllm_config),
         engine_id=getattr(transfer, "engine_id", None),
         tables=tables,
+        states=states,
     )
 
 
@@ -167,7 +170,7 @@ def _of_all_ranks(spec: EngineSpec) -> tuple[object, ...]:
     ]
     return (
         *(spec.identity, spec.groups, tables, spec.kv_layout),
-        *(spec.chunk_multiple, spec.mode, spec.shard.world_size),
+        *(spec.chunk_multiple, spec.mode, spec.shard.world_size, spec.states),
     )
 
 

@@ -15,7 +15,14 @@ from typing import Any
 
 import msgspec
 
-from kvferry.adapters.vllm.layers import Layer, layers_of, refuse_parallel, specs_of, stages_of
+from kvferry.adapters.vllm.layers import (
+    Layer,
+    is_recurrent,
+    layers_of,
+    refuse_parallel,
+    specs_of,
+    stages_of,
+)
 from kvferry.errors import ConfigError
 
 
@@ -73,7 +80,7 @@ def _refuse_states(kv_cache_config: Any) -> None:  # noqa: ANN401 - the host's
     """Raise ConfigError if this stage has a recurrent layer: what is exchanged here is of KV."""
     for group in kv_cache_config.kv_cache_groups:
         for name, spec in specs_of(group):
-            if type(spec).__name__ == "MambaSpec":
+            if is_recurrent(spec):
                 raise ConfigError(
                     f"layer {name} keeps a recurrent state, which kvferry's connector does not "
                     "store in pipeline stages; set pipeline_parallel_size to 1"

@@ -1,8 +1,7 @@
 """What the recurrent layers of vLLM keep, from their specs, by heads of the whole model.
 
-vLLM's prefix cache keeps a state at the end of some blocks ("align"), in a page of its own. The
-connector does not serve such models yet (`layers.layers_of` refuses them): this is the part of it
-that says which bytes of a page are which.
+vLLM's prefix cache keeps a state at the end of some blocks ("align"), in a page of its own. This
+says which bytes of a page are which.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvferry.adapters.vllm.layers import number_of, specs_of, text_config
+from kvferry.adapters.vllm.layers import Layer, is_recurrent, number_of, specs_of, text_config
 from kvferry.contract.spec import StateSpec
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.layout.states import Arrays, components_of
@@ -25,6 +24,10 @@ _KINDS = {
     "LINEAR": "linear",
 }
 """By vLLM's name of a layer's backend."""
+
+_TRIED = frozenset({"MAMBA2", "GDN_ATTN", "SHORT_CONV"})
+"""Kinds that engines went on from as from their own states (tests/real_vllm/test_states.py). Of the
+others, vLLM has no kernels for a CPU."""
 
 _GROUPS = re.compile(r"(mamba_|ssm_)?n_?groups")
 """Names that configurations have for the groups of B and C."""
@@ -50,7 +53,7 @@ def states_of(
         for name, spec in specs_of(group):
             number = number_of(name, place)
             place += 1
-            if type(spec).__name__ != "MambaSpec":
+            if not is_recurrent(spec):
                 continue
             components = state_components(
                 spec, config, num_ranks, dim_first=dim_first, where=f"layer {name}"
@@ -72,6 +75,47 @@ def states_of(
             for part in _table_parts(kind, layers)
         ),
     )
+
+
+def served_states(
+    vllm_config: Any,  # noqa: ANN401 - the host's
+    kv_cache_config: Any,  # noqa: ANN401
+    layers: Sequence[Layer],
+    *,
+    dim_first: bool,
+    hands_off: bool,
+) -> StateSpec | None:
+    """Return what `states_of` does, for states that the connector serves.
+
+    Args:
+        layers: those with KV, of `layers_of`.
+        hands_off: whether the host says in which blocks states are.
+
+    Raises:
+        ConfigError: as `states_of`, or states of a kind that was tried in no engine, or of which no
+            prefix could be named or found.
+    """
+    states = states_of(vllm_config, kv_cache_config, dim_first=dim_first)
+    if states is None:
+        return None
+    why = "" if hands_off else "this vLLM does not say where they are (0.30 and later do)"
+    why = why or ("" if layers else "it has no KV beside them, by which a prefix is known")
+    is_kimi = getattr(text_config(vllm_config.model_config), "linear_attn_config", None) is not None
+    for group in kv_cache_config.kv_cache_groups:
+        for name, spec in specs_of(group):
+            if is_recurrent(spec) and (is_kimi or _kind_of(spec) not in _TRIED):
+                kind = "Kimi's delta attention" if is_kimi else _kind_of(spec)
+                why = why or f"layer {name} has those of {kind}, which were tried in no engine"
+    if why:
+        raise ConfigError(
+            f"kvferry's connector does not serve the recurrent states of this model: {why}; serve "
+            "it with KVFerryTier behind vLLM's OffloadingConnector, or without kvferry"
+        )
+    return states
+
+
+def _kind_of(spec: Any) -> str:  # noqa: ANN401 - the host's
+    return str(getattr(spec.mamba_type, "name", spec.mamba_type))
 
 
 def _table_parts(kind: int, layers: Sequence[tuple[str, int, int]]) -> Iterator[TablePart]:
@@ -108,7 +152,7 @@ def state_components(
         ConfigError: vLLM keeps no states that a prefix can go on from, or in a form that is not
             known: rings of inputs, room for drafts, copies on each rank.
     """
-    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
+    kind = _kind_of(spec)
     mode = getattr(spec, "mamba_cache_mode", "none")
     if mode != "align":
         raise ConfigError(
