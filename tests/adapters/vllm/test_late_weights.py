@@ -48,13 +48,14 @@ def late(release, plugin, model, tmp_path, gate, monkeypatch):
     those of the ranks follow. `found` stands for what such a half finds."""
     made = []
 
-    def make(*halves, world=1, found=None, in_multi=False, **extra):
+    def make(*halves, world=1, stages=1, found=None, in_multi=False, **extra):
         numbers = count()
 
         def weights():
             return GatedWeights(gate, found) if next(numbers) in halves else LateWeights()
 
-        config = make_config(release, model, world=world, extra=options(tmp_path, **extra))
+        extra = options(tmp_path, **extra)
+        config = make_config(release, model, world=world, stages=stages, extra=extra)
         with monkeypatch.context() as patch:
             patch.setattr(late_weights, "WEIGHTS_SECONDS", PATIENCE_SECONDS)
             patch.setattr(connector, "LateWeights", weights)
@@ -287,3 +288,20 @@ def test_hashing_begins_while_vllm_measures_memory_and_compiles(
         assert hashed.wait(PATIENCE_SECONDS)
     wait_until(lambda: before >= set(threading.enumerate()), "the thread ended")
     assert sources == [model]
+
+
+@pytest.mark.parametrize("release", [SERVED[-1]], indirect=True)
+def test_pipeline_stages_take_up_late_weights_under_the_name_of_the_whole_model(late, caplog):
+    caplog.set_level(logging.INFO)
+    host = late(0, 1, 2, stages=2)
+    assert run(host, "early", prompt()) == 0
+    take_up(host)
+    host.run("cold", prompt())
+    host.settle()
+    host.rest_until_saved()
+    host.shutdown()
+    assert run(late(stages=2), "warm", prompt()) == WHOLE
+    start = "kvferry: namespace "
+    said = [each.getMessage() for each in caplog.records if each.getMessage().startswith(start)]
+    name = host.scheduler._cache.identity.first.hex()[:16]
+    assert set(said) == {start + name}

@@ -190,7 +190,8 @@ class FerryConnector(OneRole):
         self._cache = PrefixCache(
             spec, self._options, self._observer, where=WHERE, has_scheduler=not self._is_worker
         )
-        if not self._cache.identity.first and self._weights.found is not None:
+        is_off = spec.mode is Mode.OFF
+        if not (is_off or self._cache.identity.first) and self._weights.found is not None:
             name = partial(_name, self._cache.identity, self._faults)
             self._weights.found.add_done_callback(name)
         in_memory = is_private(self._cache.store.url)
@@ -369,9 +370,9 @@ def _name(identity: CacheIdentity, faults: HookFaults, found: Future[bytes]) -> 
     is_named = found.exception() is None and faults.run(
         identity.name, found.result(), then="nothing is loaded or saved"
     )
-    if is_named:
+    if is_named and identity.first:  # else the cache was closed before, as for another description
         logger.info("kvferry: namespace %s", identity.first.hex()[:16])
-    else:
+    elif not is_named:
         identity.stop(NO_DIGEST, LookupMiss.HASHING)
 
 
