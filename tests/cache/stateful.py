@@ -8,6 +8,7 @@ Freed blocks are filled with garbage. A forward on anything but the right state 
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.messages import LookupResult
 from kvferry.contract.spec import EngineSpec, StateSpec
 from kvferry.keys import ModelIdentity
-from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.layout.shards import heads_of_rank, tensor_parallel_shard
 from kvferry.layout.states import components_of
 from kvferry.observe import Counters
 from kvferry.store.base import Store
@@ -36,7 +37,7 @@ from tests.simulated_host import prefix_seeds
 from tests.state_models import MODELS, Place
 
 BLOCK, LAYERS = 32, 5
-GROUP = KVGroup(num_layers=2, num_kv_heads=4, content_size=16, dtype="float32", block_size=BLOCK)
+GROUP = KVGroup(num_layers=2, num_kv_heads=2, content_size=32, dtype="float32", block_size=BLOCK)
 STATE_TABLES = (1, 2)
 
 
@@ -59,7 +60,7 @@ class StatefulHostRequest(HostRequest):
         self.junction = max(self.junction, num_tokens)
 
 
-def spec_of(kind: str, rank: int, tp: int) -> EngineSpec:
+def spec_of(kind: str, rank: int, tp: int, engine_id: str) -> EngineSpec:
     model = MODELS[kind]
     components = components_of(model.kind, model.arrays(tp, dim_first=False))
     tables = tuple(
@@ -78,6 +79,7 @@ def spec_of(kind: str, rank: int, tp: int) -> EngineSpec:
         groups=(GROUP,),
         shard=tensor_parallel_shard((GROUP,), rank, tp),
         multi_process=True,
+        engine_id=engine_id,
         tables=(
             TablePart(
                 table=0, group=0, layers=(0, 1), layer_names=("kv.0", "kv.1"), block_size=BLOCK
@@ -97,7 +99,8 @@ class _Rank:
         self.pages = [
             torch.full((num_blocks, 1, 1, size), 0x5A, dtype=torch.int8) for _ in range(LAYERS)
         ]
-        heads = GROUP.num_kv_heads // tp
+        self.heads = heads_of_rank(GROUP.num_kv_heads, rank, tp)
+        heads = self.heads[1] - self.heads[0]
         shape = (2, num_blocks, heads, BLOCK, GROUP.content_size)
         self.kv = torch.full(shape, float("nan"))
         caches = {f"kv.{layer}": self.kv[layer] for layer in range(2)}
@@ -105,7 +108,7 @@ class _Rank:
         worker.register_kv_caches(caches)
 
     def values(self, layer: int, seed: int) -> torch.Tensor:
-        heads = torch.arange(self.kv.shape[2]).view(-1, 1) + self.rank * self.kv.shape[2]
+        heads = torch.arange(*self.heads).view(-1, 1)
         content = torch.arange(GROUP.content_size)
         return ((seed * 31 + layer * 1009 + heads * 97 + content * 7) % 65_521).float()
 
@@ -167,11 +170,12 @@ class StatefulHost:
         **options: Any,
     ) -> None:
         self.observer = Counters()
+        engine_id = secrets.token_hex(16)
         opened, url = (None, store) if isinstance(store, str) else (store, store.url)
         given = {"store": url, "memory_bytes": 1 << 24, "audit": "off", **options}
         self.caches = [
             PrefixCache(
-                spec_of(kind, rank, tp),
+                spec_of(kind, rank, tp, engine_id),
                 given,
                 self.observer,
                 store=opened,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Flag, auto
 
 from kvferry.contract.scheduler import SchedulerRole
@@ -93,7 +93,8 @@ class EngineSpec:
             that some rank uses. The host may have further tables. None: one table per group, in
             order, with the group's block size, window and chunk; a single group then consists of
             every layer that the host registers.
-        states: of a model with recurrent layers beside those with KV; None: it has none.
+        states: of a model with recurrent layers beside those with KV; None: it has none. With
+            states no ranks count as replicas.
 
     Raises:
         ConfigError: `tables` do not hold every layer of this rank once, or contradict each other or
@@ -119,6 +120,9 @@ class EngineSpec:
     def __post_init__(self) -> None:
         if self.tables is not None:
             self._check_tables(self.tables)
+        if self.states is not None and self.shard.num_replicas > 1:
+            # Ranks with the same kv heads have other heads of the states, and so other records.
+            object.__setattr__(self, "shard", replace(self.shard, num_replicas=1))
 
     @property
     def table_parts(self) -> tuple[TablePart, ...]:
