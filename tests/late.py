@@ -10,6 +10,9 @@ from kvferry.testing.stores.hooks import PATIENCE_SECONDS, wait_until
 from kvferry.v1 import late_weights
 from kvferry.v1.late_weights import LateWeights
 
+_ONE_PATCHES = threading.Lock()
+"""Ranks of several pipeline stages start in threads of their own."""
+
 
 class GatedWeights(LateWeights):
     """Gives up at once, and goes on hashing once `gate` is set. `found` stands for the digest."""
@@ -24,7 +27,7 @@ class GatedWeights(LateWeights):
             assert self._gate.wait(PATIENCE_SECONDS)
             return (self._found or read)()
 
-        with patch.object(late_weights, "WEIGHTS_SECONDS", 0.0):
+        with _ONE_PATCHES, patch.object(late_weights, "WEIGHTS_SECONDS", 0.0):
             return super().hashed(gated)
 
     def become_known(self) -> None:
