@@ -176,13 +176,17 @@ def test_what_a_prefix_cannot_go_on_from_is_refused_in_a_line(
         second.call("stop", 30)
 
 
-@pytest.mark.parametrize("arch", ["granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("arch", "kv_heads"), [("granitemoehybrid", 2), ("granitemoehybrid", 1), ("nemotron_h", 2)]
+)
 def test_two_ranks_and_one_go_on_from_each_others_states(
-    arch: str, tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
+    arch: str, kv_heads: int, tmp_path: Path, make_prompt: MakePrompt,
     first: Process, pool: Pool,
 ) -> None:  # fmt: skip
-    """B and C of the convolution: one group, which both ranks copy, or a group for each."""
-    model, options = hybrids[arch], {**options_of(arch), "block_size": 128}
+    """B and C of the convolution: one group, which both ranks copy, or a group for each. With one
+    kv head both ranks hold that, and still other heads of the states."""
+    model = write_hybrid(tmp_path, arch, num_key_value_heads=kv_heads)
+    options = {**options_of(arch), "block_size": 128}
     prompts = [make_prompt(length) for length in (300, 400)]
     hits = 256 + 384
     ranks = pool.get("ranks")
