@@ -128,6 +128,60 @@ def test_the_report_says_all_that_went_whoever_was_first(
     assert [count(url) for url in (one, two)] == [8 - num_more, 4]
 
 
+def test_what_is_used_while_the_command_asks_stays_and_is_not_reported(run, tmp_path, monkeypatch):
+    url = quota((tmp_path / "kv").as_uri())
+    put_salted(url, "s", "t")
+    with open_one(url) as store:
+        used = max(entry.last_used for entry in store.catalogue().scan())
+
+    now = [used + 10.0]
+    monkeypatch.setattr("kvferry.cli.choice.time.time", lambda: now[0])
+    monkeypatch.setattr("kvferry.cli.erase.confirm", lambda *_, **__: now.__setitem__(0, used))
+    ran = run("rm", url, "--salt", "s", "--older-than", "5s", "--json", "-")
+    assert (ran.code, json.loads(ran.out)["records"], count(url)) == (1, 0, 8)
+
+
+def test_what_is_there_and_chosen_no_more_is_left_and_said(run, tmp_path, monkeypatch):
+    url = (tmp_path / "kv").as_uri()
+    put_prompt(url, space_of("team-a"))
+
+    def confirm(_question, *, yes):
+        for path in (tmp_path / "kv" / "namespaces").iterdir():
+            path.unlink()  # so no namespace is the tenant's any more
+
+    monkeypatch.setattr("kvferry.cli.erase.confirm", confirm)
+    ran = run("rm", url, "--tenant", "team-a", "--json", "-")
+    report = json.loads(ran.out)
+    assert (ran.code, report["records"], count(url)) == (3, 0, 4)
+    assert "still there" in report["stores"][0]["left"]
+
+
+def test_one_store_named_twice_is_refused(run, tmp_path):
+    url = (tmp_path / "kv").as_uri()
+    put_salted(url, "s")
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    for twice in (url, url + "/", (tmp_path / "link").as_uri()):
+        ran = run("rm", url, twice, "--salt", "s", "--yes")
+        assert (ran.code, count(url)) == (2, 4)
+        assert "leave one out" in ran.error_line
+
+
+def test_what_comes_after_the_question_would_have_been_asked_is_not_deleted(
+    run, tmp_path, monkeypatch
+):
+    url = (tmp_path / "kv").as_uri()
+    put_salted(url, "t")
+
+    def tell(erased, names, at):
+        _tell(erased, names, at)
+        if count(url) == 4:
+            put_salted(url, "s")
+
+    monkeypatch.setattr("kvferry.cli.erase._tell", tell)
+    ran = run("rm", url, "--salt", "s", "--json", "-")
+    assert (ran.code, count(url)) == (1, 8)
+
+
 @pytest.mark.parametrize("options", [[], ["--yes"]], ids=["it would ask", "--yes"])
 def test_engines_drop_what_no_store_has_any_more(run, tmp_path, options):
     url = (tmp_path / "kv").as_uri()

@@ -4,6 +4,7 @@ memory of the engines that use them. Says what was erased where, and what was no
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,14 +15,19 @@ import typer
 from kvferry.cli.choice import Choice, Looked, chosen, names_of_choice, why_nothing
 from kvferry.cli.output import Exit, JsonRow, confirm, emit, make_table, progress, say_nothing
 from kvferry.cli.stores import open_existing
-from kvferry.config import format_size
-from kvferry.errors import StoreError
+from kvferry.config import format_size, printable
+from kvferry.errors import ConfigError, StoreError
 from kvferry.store import maintenance
 from kvferry.store.base import Store
 from kvferry.store.catalogue import Entry
 from kvferry.store.erasures import MAX_NAMES, add_to_notice, parse_notice
 from kvferry.store.kind import shown_url
+from kvferry.store.kinds import kind_of
+from kvferry.store.url import parse_tiers
 from kvferry.types import ChunkKey
+
+_Name = tuple[bytes, ChunkKey]
+"""A record's namespace and key."""
 
 _TRIES = 4
 _COLUMNS = {
@@ -52,7 +58,7 @@ class _Erased:
     quarantined: int = 0
     left: str = ""
     told: bool = False
-    listed: dict[ChunkKey, int] = field(default_factory=dict)
+    listed: dict[_Name, int] = field(default_factory=dict)
     num_gone: int = 0
 
     def failed(self, error: StoreError) -> None:
@@ -78,6 +84,7 @@ def erase(
 
     What is chosen is listed before engines are told, since they take back what they wrote: so the
     report says all that went, whoever was first."""
+    _check_places(urls)
     with ExitStack() as closing:
         found = [_opened(closing, url, len(urls), writable=False) for url in urls]
         for each in found:
@@ -99,13 +106,23 @@ def erase(
         for each in found:
             _tell(each, names, at)
         for each, before in zip(found, listed, strict=True):
-            _delete(each, choice, before)
+            if yes or not why:  # else nobody agreed to what is stored by now
+                _delete(each, choice, before)
         for each in found:
             _tell(each, names, at)
             if names and not (each.told or each.left):
                 each.left = "the notice for engines could not be written: restart them"
         why = _why(found, choice)
     _show(found, choice, json, why, dry_run=False)
+
+
+def _check_places(urls: Sequence[str]) -> None:
+    """Raise ConfigError for two URLs of one store: its records would be counted twice."""
+    parsed = parse_tiers(urls)
+    paths = [os.path.realpath(url.path) for url in parsed if kind_of(url.scheme).is_directory]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"two URLs name one store, {printable(path)!r}; leave one out")
 
 
 def _opened(closing: ExitStack, url: str, num_urls: int, *, writable: bool) -> _Erased:
@@ -151,27 +168,39 @@ def _list(each: _Erased, choice: Choice) -> None:
     """Note the chosen records of one store, until it fails."""
 
     def note(_store: Store, entry: Entry) -> bool:
-        each.listed[entry.key] = entry.stored_bytes
+        each.listed[entry.namespace, entry.key] = entry.stored_bytes
         return True
 
     _walk(each, choice, "looking", note)
 
 
-def _delete(each: _Erased, choice: Choice, listed: dict[ChunkKey, int]) -> None:
+def _delete(each: _Erased, choice: Choice, listed: dict[_Name, int]) -> None:
     """Delete the chosen records of one store, until it fails. Of those that were listed, count
     what is gone, too: an engine or another command was quicker."""
 
     def delete(store: Store, entry: Entry) -> bool:
         is_deleted = maintenance.delete_or_fail(store, entry, each.num_records)
         if is_deleted:
-            listed.pop(entry.key, None)
+            listed.pop((entry.namespace, entry.key), None)
         return is_deleted
 
     _walk(each, choice, "deleting", delete)
-    if each.store is not None and not each.left:
-        each.num_gone = len(listed)
-        each.num_records += len(listed)
-        each.num_bytes += sum(listed.values())
+    if each.store is None:
+        return
+    num_left = 0
+    try:
+        for (namespace, key), num_bytes in listed.items():
+            if each.store.in_namespace(namespace).read(key, ()) is not None:
+                num_left += 1
+                continue
+            each.num_gone += 1
+            each.num_records += 1
+            each.num_bytes += num_bytes
+    except StoreError as error:
+        each.failed(error)
+    # By age, those that were used meanwhile are chosen no more.
+    if num_left and choice.age is None and not each.left:
+        each.left = f"{num_left} records are chosen no more, and still there: run it again"
 
 
 def _walk(each: _Erased, choice: Choice, what: str, counts: Callable[[Store, Entry], bool]) -> None:
