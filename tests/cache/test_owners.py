@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+from functools import reduce
+from typing import Any
 
 import pytest
 
 from benchmarks.host import HostStep
+from kvferry.cache.deciding.host_pool import NO_KEY
+from kvferry.cache.messages import CacheMeta, Filled, RankReport
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.handover import STAMP
+from kvferry.contract.messages import WorkerOutput
 from kvferry.observe import Counters
 from kvferry.record.check import ReadFault
 from kvferry.store.base import ABSENT
@@ -189,3 +194,124 @@ def test_a_request_that_waits_again_after_a_reset_is_explained_by_what_it_got(ma
     host.scheduler.reset()
     host.scheduler.lookup(request, 0)
     assert STAMP in host.finish(request)
+
+
+def fault_once(patch: Any, part: Any, name: str) -> None:
+    """The next call raises; those after it do what they do."""
+    real, faults = getattr(part, name), iter([True])
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(faults, False):
+            raise ZeroDivisionError
+        return real(*arguments, **options)
+
+    patch.setattr(part, name, call)
+
+
+@pytest.mark.parametrize("by", ["the host", "another part"])
+@pytest.mark.parametrize(
+    "part", ["requests.begin_epoch", "_searches.begin_epoch", "pool.clear", "saves.begin_epoch"]
+)
+def test_an_epoch_that_began_half_begins_again(make_host, stored, monkeypatch, part, by):
+    host = make_host(store=stored)
+    role = host.scheduler
+    guard(host)
+    host.run("before", PROMPT)
+    *path, name = part.split(".")
+    with monkeypatch.context() as patch:
+        if by == "the host":
+            fault_once(patch, reduce(getattr, path, role), name)
+            assert host.scheduler.reset() is False
+        else:
+            role.identity.reset()
+            fault_once(patch, reduce(getattr, path, role), name)
+            host.scheduler.on_new_request(host.add("met the fault", PROMPT))
+        # The records of before are of other weights.
+        assert host.run("reader", PROMPT).num_external_tokens == 0
+    host.settle()
+    namespace = role.identity.state.namespace
+    assert role.requests.namespace == role.pool.namespace == namespace
+    slots = [slot for slot in host.pool._slots.values() if slot.key != NO_KEY]
+    assert {slot.namespace for slot in slots} == {namespace}
+    check_pool(host.pool, role.holds())
+
+
+@pytest.mark.parametrize("part", ["policy.end_step", "pool.report_filled", "saves.learn"])
+def test_after_a_lost_report_of_failed_loads_nothing_is_saved_that_computed_on_them(
+    make_host, stored, monkeypatch, part
+):
+    host = make_host(store=stored)
+    role = host.scheduler
+    guard(host)
+    first = host.admitted("first", [*PROMPT, *range(50)])
+    other = host.admitted("other", [9] * 60)
+    host.step([first, other])
+    key, told = (
+        role.requests.by_id["first"].keys.keys[0],
+        {"pool": role.pool.pool_id, "rank": 0, "failures": 1},
+    )
+    report = RankReport(
+        timed=5, filled=(Filled(0),), failed_keys=(key,), failed_requests=frozenset(["first"]),
+        **told,
+    )  # fmt: skip
+    *path, name = part.split(".")
+    with monkeypatch.context() as patch:
+        fault_once(patch, reduce(getattr, path, role), name)
+        host.scheduler.update_output(WorkerOutput(meta=CacheMeta(reports=(report,))))
+    assert role.requests.by_id["other"].saves_blocked
+    host.scheduler.update_output(WorkerOutput(meta=CacheMeta(reports=(RankReport(**told),))))
+    assert role.requests.by_id["other"].saves_blocked
+
+
+def test_failures_whose_report_was_lost_may_be_of_any_request(make_host, stored):
+    host = make_host(store=stored)
+    role = host.scheduler
+    host.step([host.admitted("a", [9] * 60)])
+    report = RankReport(pool=role.pool.pool_id, rank=0, failures=1)
+    role.update_output(WorkerOutput(meta=CacheMeta(reports=(report,))))
+    assert role.requests.by_id["a"].saves_blocked
+    assert role.saves.failures_known == (1,)
+
+
+@pytest.mark.parametrize(
+    "part", ["saves.await_reports", "_refusal", "_follow_identity", "_accounts.ended"]
+)
+@pytest.mark.parametrize("has_run", [False, True], ids=["before its plan", "after it"])
+def test_nothing_stays_of_a_request_whose_end_met_a_fault(
+    make_host, stored, monkeypatch, part, has_run
+):
+    host = make_host(store=stored, audit=1.0)
+    role = host.scheduler
+    guard(host)
+    host.run("warm", PROMPT)
+    host.settle()
+    request = host.admitted("ends", [*PROMPT, *range(50)])
+    if has_run:
+        host.scheduler.build_plan(HostStep([], set(), set()))
+    state = role.requests.by_id["ends"]
+    *path, name = part.split(".")
+    with monkeypatch.context() as patch:
+        fault_once(patch, reduce(getattr, path, role), name)
+        host.scheduler.request_finished(request, request.block_ids)
+    assert state not in role.requests.at_work
+    plan = host.scheduler.build_plan(HostStep([], set(), set()))
+    assert not getattr(getattr(plan, "plan", plan), "loads", ())
+    assert host.pool.num_pins == 0
+    check_pool(host.pool, role.holds())
+
+
+def test_a_load_that_is_not_audited_is_reported_in_the_next_plan_after_a_fault(
+    make_host, stored, monkeypatch
+):
+    host = make_host(store=stored)
+    role = host.scheduler
+    guard(host)
+    request = host.admitted("r", [*PROMPT, *range(50)])
+    load = role.requests.by_id["r"].load[0]
+    host.step([request])
+    role.audits._unchecked.append(load)
+    with monkeypatch.context() as patch:
+        fault_once(patch, role.requests, "planned")
+        host.scheduler.build_plan(HostStep([], set(), set()))
+    plan = host.scheduler.build_plan(HostStep([], set(), set()))
+    assert getattr(plan, "plan", plan).unchecked == (load,)

@@ -177,9 +177,9 @@ class Audits:
             self._context.observer.count("audit_failed")
             audit.give_up()
             return None
-        audit.is_expected = False
         self._pool.fill_spare(copy)
         self._running[copy.index] = audit
+        audit.is_expected = False
         chunk, compare_with = (SlotChunk(each.index, record.key, first) for each in (copy, record))
         return Save(chunk, blocks, compare_with, audit.load)
 

@@ -146,11 +146,11 @@ class Request:
 
     def give_back(self) -> None:
         """It ended, or nothing that was decided for it holds any more."""
+        self.at_work.pop(self, None)  # first: no plan carries anything of it, whatever raises
+        self.is_saving = self.is_queued = False
         self.end_search()
         self.drop_load()
         self.drop_audit()
-        self.is_saving = self.is_queued = False
-        self.at_work.pop(self, None)
 
     # -- parts of events ------------------------------------------------------------------------
 

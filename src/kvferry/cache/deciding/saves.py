@@ -328,8 +328,6 @@ class Saves:
             self._learn_saved(saved.slot, saved.result, saved.fault)
         if report.filled or report.sealed:
             self.await_reports()
-        if report.failures:
-            self._learn_failures(report)
 
     def learn_missed(self, slot: Slot, copied: Filled) -> None:
         """Learn that a rank did not copy a chunk into its slot."""
@@ -404,13 +402,17 @@ class Saves:
         if self.announcer is not None:
             self.announcer.failed(key)
 
-    def _learn_failures(self, report: RankReport) -> None:
+    def learn_failures(self, report: RankReport) -> None:
         """The host computes the failed requests again. Other requests may have computed on the same
         blocks, through the host's own prefix cache. vLLM lets these run on, so nothing more of them
-        is saved."""
+        is saved. Failures that a report of before told, which was lost, may be of any request."""
         rank = report.rank
         known = self.failures_known or (0,) * self._context.spec.shard.world_size
-        self.failures_known = (*known[:rank], report.failures, *known[rank + 1 :])
+        if report.failures != known[rank]:
+            for name, request in self._requests.by_id.items():
+                if not report.failed_keys or name not in report.failed_requests:
+                    request.block_saves()
+                request.drop_audit()
         if report.failed_keys:
             self._requests.unreadable.add(
                 report.failed_keys, UNREADABLE_SECONDS, LookupMiss.DAMAGED, "a load failed"
@@ -418,8 +420,7 @@ class Saves:
             for key in report.failed_keys:
                 self._pool.drop(ChunkKey(key))
             self._offer_again(report.failed_keys)
-            for request_id in self._requests.by_id.keys() - report.failed_requests:
-                self._requests.by_id[request_id].block_saves()
+        self.failures_known = (*known[:rank], report.failures, *known[rank + 1 :])
 
     def _offer_again(self, keys: Collection[bytes]) -> None:
         """Have requests look once more at chunks that they passed: these are not stored after all.

@@ -165,13 +165,13 @@ class CacheScheduler(SchedulerRole):
         state = self.identity.state
         if state is self._state:
             return
-        before, self._state = self._state, state
-        if state.epoch != before.epoch:
+        if state.epoch != self._state.epoch:
             self.requests.begin_epoch(state.namespace)
             self._searches.begin_epoch(state.namespace)
             self.pool.namespace = state.namespace
             self.pool.clear()
             self.saves.begin_epoch()
+        self._state = state  # last: after a fault, all of it is done again
 
     def _refusal(self, view: RequestView) -> Miss | None:
         """Follow a request. Return why it must not be cached; None if it may be."""
@@ -231,8 +231,8 @@ class CacheScheduler(SchedulerRole):
     def lookup(self, view: RequestView, num_local_tokens: int) -> LookupResult:
         self._follow_identity()
         if not self._has_looked_up:  # before any hit of this step is promised
-            self._has_looked_up = True
             self._heed_erased()
+            self._has_looked_up = True
         refusal = self._refusal(view)
         if refusal is not None:
             return LookupResult(0, False, refusal.reason)
@@ -313,7 +313,7 @@ class CacheScheduler(SchedulerRole):
 
     def holds(self) -> Iterator[Hold]:
         """All that owns pins."""
-        for request in self.requests.by_id.values():
+        for request in {**dict.fromkeys(self.requests.by_id.values()), **self.requests.at_work}:
             yield from request.holds()
         yield from self.audits.holds()
 
@@ -370,12 +370,13 @@ class CacheScheduler(SchedulerRole):
             self._fetch_early()
             loads = tuple(each.load[0] for each in self.requests.at_work if each.load is not None)
         timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
-        unchecked = self.audits.take_unchecked() if self.audits.has_unchecked else ()
         self.requests.planned()
-        if not (loads or saves or unchecked or timed or self.pool.has_work):
+        if not (loads or saves or self.audits.has_unchecked or timed or self.pool.has_work):
             return EMPTY_PLAN
         number, first = next(self._plan_numbers), self.identity.first
-        fetches, cancels = self.pool.pop_orders()  # last, as no later plan has them
+        # Last, as no later plan has them.
+        unchecked = self.audits.take_unchecked()
+        fetches, cancels = self.pool.pop_orders()
         return CachePlan(
             pool=self.pool.pool_id,
             number=number,
@@ -468,6 +469,8 @@ class CacheScheduler(SchedulerRole):
                     self._learn(report)
 
     def _learn(self, report: RankReport) -> None:
+        if report.failures:  # first: requests may compute on blocks that were not filled
+            self.saves.learn_failures(report)
         why = "" if report.region is None else self.pool.loans.learn(report.region)
         if report.off:
             why = why or f"rank {report.rank}: {report.off}. Nothing is loaded or saved"
@@ -488,10 +491,6 @@ class CacheScheduler(SchedulerRole):
                 behind = self.requests.behind(key)
                 self.audits.take_out(behind, ReadFault.NOT_FINITE, self.requests.namespace)
         self.saves.learn(report)
-        if report.failed_keys:
-            # Requests may compute on blocks that were not filled.
-            for request in self.requests.at_work:
-                request.drop_audit()
 
     def _learn_filled(self, filled: Filled) -> Slot | None:
         """Learn that a rank ended a read or a copy. Return the slot of a chunk that it could not
@@ -512,12 +511,14 @@ class CacheScheduler(SchedulerRole):
 
     @leaves_no_pin
     def request_finished(self, view: RequestView, block_ids: BlockTable) -> FinishResult:
-        self._follow_identity()
-        refusal = self._refusal(view)
-        request = self.requests.by_id.pop(view.request_id, None)
+        try:
+            self._follow_identity()
+            refusal = self._refusal(view)
+        finally:  # whatever raises, nothing of it stays
+            request = self.requests.by_id.pop(view.request_id, None)
+            if request is not None:
+                request.give_back()
         self.saves.await_reports()
-        if request is not None:
-            request.give_back()
         if request is None or request.uncached is not None:
             answer = None if request is None else request.uncached
             if refusal is not None:
