@@ -107,7 +107,7 @@ class StoreError(KVError):
 
     def __init__(self, kind: FaultKind, text: str) -> None:
         super().__init__(kind, text)
-        self.fault = Fault(kind, text)
+        self.fault = Fault(FaultKind(kind), text)  # a store's author may give another word
 
     def __str__(self) -> str:
         return self.fault.text

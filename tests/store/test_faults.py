@@ -254,6 +254,8 @@ def test_an_error_of_a_client_is_named_by_class_and_method(
         ("exists", None),
         ("exists", []),
         ("exists", [True, False]),
+        ("exists", ["no"]),
+        ("exists", [None]),
         ("exists", True),
         ("delete", None),
         ("scan", None),

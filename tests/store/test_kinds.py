@@ -176,10 +176,22 @@ OPENERS = {
         "the URL of its RemoteStore is a StoreUrl, not text",
     ),
     "a store": ("return MemoryStore()", "it returned a MemoryStore, not a RemoteStore"),
-    "a store of its own": ("return Shelf('x', None)", "it returned a Shelf, not a RemoteStore"),
+    "a store of its own": (
+        "return Shelf('x', ToyClient('a', refuses=False))",
+        "it returned a Shelf, not a RemoteStore",
+    ),
     "a bug": ("return url.host", "AttributeError (blobs.py, line 15)"),
     "a store that lacks methods": ("return Half()", "Half lacks accepts, "),
     "a client that lacks one": ("return Deaf()", "Deaf lacks exists"),
+    "no opening": (
+        "return RemoteStore(str(url), ToyClient('a', refuses=False))",
+        "its RemoteStore must have the `opening` that it was given",
+    ),
+    "a clock of its own": (
+        "return RemoteStore(str(url), ToyClient('a', refuses=False), opening, clock=lambda: 0.0)",
+        "its RemoteStore must have the `opening` that it was given, and no clock of its own",
+    ),
+    "no client": ("return RemoteStore(str(url), object(), opening)", "TypeError"),
 }
 
 

@@ -80,7 +80,7 @@ def _parse_server_url(where: str, scheme: str, kind: StoreKind, raw: str, query:
         is_place = match is not None and (kind.names_bucket or is_host(match[1].strip("[]")))
         if match is None or not is_place or not 0 < port < 65536 or "@" in raw_path + query:
             # The text is not shown: it may be a piece of a password that was not escaped.
-            raise ConfigError(f"{where}: names no {kind.hosts.format(scheme=scheme)}")
+            raise ConfigError(f"{where}: names no {kind.hosts.replace('{scheme}', scheme)}")
         hosts.append((match[1].strip("[]"), None if match[2] is None else port))
     if re.search(r"[&;=]", raw_path):
         raise ConfigError(
@@ -303,6 +303,9 @@ def open_one(url: str | StoreUrl, opening: Opening | None = None) -> Store:
         store: object = kind.open(parsed, options, opening)
     if type(store) is not RemoteStore:  # a subclass would run on the scheduler's thread
         what = f"it returned a {type(store).__name__}, not a RemoteStore"
+        raise StoreError(FaultKind.BUG, f"{parsed}: {name} failed: {what}")
+    if store.opening is not opening or store.clock is not time.monotonic:
+        what = "its RemoteStore must have the `opening` that it was given, and no clock of its own"
         raise StoreError(FaultKind.BUG, f"{parsed}: {name} failed: {what}")
     shown: object = store.url
     if not isinstance(shown, str):

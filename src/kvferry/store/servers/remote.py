@@ -118,7 +118,8 @@ class _GuardedClient(RemoteClient):
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
         with self.guard("exists", deadline):
             found = self.inner.exists(names, deadline)
-            return checked(isinstance(found, list) and len(found) == len(names), found)
+            is_list = isinstance(found, list) and len(found) == len(names)
+            return checked(is_list and set(map(type, found)) <= {bool}, found)
 
     def delete(self, name: str, deadline: float) -> bool:
         with self.guard("delete", deadline):
@@ -244,7 +245,10 @@ class RemoteStore(ServerStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         opening = Opening() if opening is None else opening
+        if not isinstance(client, RemoteClient):
+            raise TypeError(f"a {type(client).__name__} is no RemoteClient")
         super().__init__(url, opening, clock)
+        self.opening, self.clock = opening, clock
         faults = Faults(url, opening.observer, clock, is_of_client=True)
         self.calls = opening.calls
         self._client = _GuardedClient(client, faults, opening.calls, opening.bounds)
