@@ -144,11 +144,12 @@ _WEIGHTS = {
 }
 _AT_A_MOMENT = (
     *("reset", "sleep", "abort", "abort", "preempt", "preempt", "erase", "erase", "suffer"),
-    *("fault", "damage", "kill", "restart", "forget", "break_load", "break_load", "break_at"),
+    *("fault", "damage", "kill", "restart", "forget", "break_load", "break_load"),
+    *("break_at", "break_at"),
 )
 _PLACES = (
     *("policy.begin_step", "_heed_erased", "_searches._learn", "saves.plan", "saves.poll_writes"),
-    *("audits.plan", "pool.touch"),
+    *("audits.plan", "pool.touch", "pool.pop_orders", "pool.pop_orders"),
 )
 """Parts of the scheduler role that fail once, if something unforeseen happens."""
 
