@@ -57,7 +57,6 @@ class HostRequest:
         true_keys: what decides its KV.
         noted: keys of its chunks that a world knows, and how many of them.
         was_off: why the cache was off when it was first admitted.
-        is_tainted: whether its host lets it run on although it has read from a failed load.
         is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
         on_end: called once it has ended.
     """
@@ -76,7 +75,6 @@ class HostRequest:
     admitted: tuple[int, int, int] | None = None
     asks_since: float | None = None
     is_spoilt: bool = False
-    is_tainted: bool = False
     outcome: str = ""
     params: Mapping[str, Any] | None = None
     noted: tuple[ChunkKeys | None, int] = (None, 0)
@@ -133,8 +131,7 @@ class HostShape:
     Attributes:
         late: whether a step is planned before the output of the last one has come.
         offers_early: whether other requests share blocks as soon as a step is planned that fills
-            them. Of those that share one whose load failed, only the first is computed again then;
-            the others run on, as in some vLLM.
+            them.
     """
 
     block_size: int = 4
@@ -303,7 +300,7 @@ class Host:
             raise Wrong("explained", f"{request!r} met a cache that is off, and is told {params}")
 
     def _check_kv(self, request: HostRequest) -> None:
-        if request.is_spoilt or request.is_tainted:
+        if request.is_spoilt:
             return
         for _, kv in self.ranks:
             seeds = request.seeds[: request.num_computed_tokens]
@@ -315,7 +312,7 @@ class Host:
         request.block_ids = []
         request.num_computed_tokens = 0
         request.turn += 1
-        request.is_spoilt = request.is_tainted = False
+        request.is_spoilt = False
 
     # -- scheduling -----------------------------------------------------------------------------
 
@@ -496,8 +493,6 @@ class Host:
             silent = {each.block for each in tokens if not self._is_glitch(request, each)}
             if not silent:
                 request.is_spoilt = True
-            elif request.is_tainted:
-                self._bad |= self._written(step, request)
             elif silent := silent - self._bad:
                 raise Wrong(
                     "wrong KV",
@@ -552,7 +547,7 @@ class Host:
             request = item.request
             if request.turn != item.turn or request not in self.running:
                 continue
-            if not (request.is_spoilt or request.is_tainted):
+            if not request.is_spoilt:
                 self._commit(request, item.stop)
             if item.stop == len(request.all_token_ids):
                 if len(request.all_token_ids) - request.num_prompt_tokens >= request.max_tokens:
@@ -576,16 +571,11 @@ class Host:
         """Compute again from the first block on whose load failed."""
         if not invalid:
             return
-        size, again = self.shape.block_size, set[int]()
+        size = self.shape.block_size
         for request in self.running:
             computed = request.block_ids[: self._num_blocks(request.num_computed_tokens)]
-            bad = [block for block in computed if block in invalid]
-            if not bad:
-                continue
-            if self.shape.offers_early and again.issuperset(bad):
-                request.is_tainted = True
-                continue
-            again.update(bad)
-            request.num_computed_tokens = computed.index(bad[0]) * size
-            request.turn += 1
+            first = next((i for i, block in enumerate(computed) if block in invalid), None)
+            if first is not None:
+                request.num_computed_tokens = first * size
+                request.turn += 1
         self.pool.uncache(invalid)

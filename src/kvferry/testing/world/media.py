@@ -95,7 +95,8 @@ class Medium:
             loop.sleep(min(deadline, loop.now + 3600.0) - loop.now)
             raise StoreError(FaultKind.LATE, "no answer in time")
         slow = 1.0 if self.has("slow", owner) else 0.0
-        seconds = self._random.expovariate(1 / (self.speed.latency + slow))
+        mean = self.speed.latency + slow
+        seconds = min(self._random.expovariate(1 / mean), 5 * mean)
         seconds += num_bytes / self.speed.bandwidth
         if loop.now + seconds > deadline:
             loop.sleep(deadline - loop.now)
