@@ -493,6 +493,7 @@ class Host:
             silent = {each.block for each in tokens if not self._is_glitch(request, each)}
             if not silent:
                 request.is_spoilt = True
+                self.pool.uncache(self._written(step, request))
             elif silent := silent - self._bad:
                 raise Wrong(
                     "wrong KV",
@@ -547,8 +548,7 @@ class Host:
             request = item.request
             if request.turn != item.turn or request not in self.running:
                 continue
-            if not request.is_spoilt:
-                self._commit(request, item.stop)
+            self._commit(request, item.stop)
             if item.stop == len(request.all_token_ids):
                 if len(request.all_token_ids) - request.num_prompt_tokens >= request.max_tokens:
                     self._end(request, "done")
@@ -559,9 +559,9 @@ class Host:
             pass
 
     def _commit(self, request: HostRequest, stop: int) -> None:
-        """Offer full blocks to the prefix cache."""
+        """Offer full blocks to the prefix cache, but of a request with NaN."""
         parent = None
-        for index, key in enumerate(self._block_keys(request)):
+        for index, key in enumerate(() if request.is_spoilt else self._block_keys(request)):
             if (index + 1) * self.shape.block_size > stop:
                 break
             self.pool.cache(request.block_ids[index], key, parent)
