@@ -38,10 +38,10 @@ def stored(make_host):
     return store
 
 
-def guard(host, *, checks_host: bool = False) -> None:
+def guard(host) -> None:
     """Let faults of the role end in the guard, as in an engine."""
     host.scheduler = GuardedScheduler(
-        host.scheduler, Counters(), block_size=host.block_size, checks_host=checks_host
+        host.scheduler, Counters(), block_size=host.block_size, checks_host=False
     )
     for rank in host.ranks:
         rank.driver._faults._strict = False
@@ -117,17 +117,6 @@ def test_a_record_that_is_refused_while_it_is_written_goes_also_after_a_reset(ma
     assert values  # those before stay
 
 
-def test_a_second_plan_of_a_step_is_carried_out_as_an_empty_one(make_host, stored, caplog):
-    host = make_host(store=stored)
-    guard(host, checks_host=True)
-    step = HostStep([], set(), set())
-    host.scheduler.build_plan(step)
-    plan = host.scheduler.build_plan(step)
-    with host.ranks[0].driver.step(plan, set()):
-        pass
-    assert not [line for line in caplog.messages if "begin_step" in line]
-
-
 def test_a_fault_before_a_plan_is_begun_leaves_no_load_to_a_later_one(
     make_host, stored, monkeypatch
 ):
@@ -175,15 +164,6 @@ def test_a_request_of_an_engine_that_was_switched_off_is_told_why(make_host, how
     host.admit(request)
     host.prefill(request)
     assert "rank 3: a fault" in str(host.finish(request))
-
-
-def test_a_request_that_outlives_a_reset_is_explained_by_what_its_tokens_got(make_host, stored):
-    host = make_host(store=stored)
-    request = host.admitted("r", PROMPT, options=RequestOptions(explain=True))
-    host.step([request])
-    host.scheduler.reset()
-    host.prefill(request)
-    assert STAMP in host.finish(request)
 
 
 def test_a_request_that_waits_again_after_a_reset_is_explained_by_what_it_got(make_host, stored):

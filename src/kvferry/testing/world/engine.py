@@ -173,6 +173,11 @@ class Engine:
         return self.host is not None and bool(self.host.requests)
 
     @property
+    def is_named(self) -> bool:
+        """Whether the weights have a name by now."""
+        return self.scheduler.identity.state.epoch is not None
+
+    @property
     def has_lost_plan(self) -> bool:
         return self.host is not None and self.host.has_lost_plan
 
@@ -377,8 +382,7 @@ class Engine:
     def asked(self, request: HostRequest) -> None:
         """Note what the keys of its chunks stand for."""
         found = self.scheduler.requests.by_id.get(request.request_id)
-        is_named = self.scheduler.identity.state.epoch is not None  # else keys are of no model yet
-        if found is None or found.is_past or not is_named:
+        if found is None or found.is_past or not self.is_named:  # else keys are of no model yet
             return
         keys, size = found.keys, self.shape.chunk_tokens
         known, num_known = request.noted

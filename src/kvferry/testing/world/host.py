@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.handover import STAMP
-from kvferry.contract.messages import LookupMiss, Plan, WorkerOutput
+from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
 from kvferry.keys import ChunkKeys
@@ -149,7 +149,11 @@ class HostShape:
 
 
 class Watch(Protocol):
-    """What a world wants to know of its hosts."""
+    """What a world wants to know of its hosts, and knows of them."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the weights have a name by now."""
 
     def asked(self, request: HostRequest) -> None:
         """A request was looked up, or gets tokens in a step."""
@@ -387,7 +391,7 @@ class Host:
             keys = self._block_keys(request)
             local = self.pool.find_prefix(keys) if self.shape.prefix_caching else []
             num_local = len(local) * self.shape.block_size
-            answer, _, reason = self.role.lookup(request, num_local)
+            answer = self.role.lookup(request, num_local).num_tokens
             self._watch.asked(request)
             if answer is None:
                 self._check_patience(request)
@@ -399,7 +403,7 @@ class Host:
             if not self._take_blocks(request, local, num_computed + num_tokens):
                 self.waiting.appendleft(request)
                 break
-            if request.extra_keys.cacheable and reason is not LookupMiss.HASHING:
+            if request.extra_keys.cacheable and self._watch.is_named:
                 self.ledger.local += num_local  # else all counts as missed
             self._admit(request, num_local, answer)
             self._add(step, request, num_tokens)

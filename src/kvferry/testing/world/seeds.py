@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.contract.spec import Mode
-from kvferry.store.kinds import is_private
 from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.media import DAMAGE, OFFENCES, OUTAGES
@@ -72,7 +71,7 @@ def _of_model(shape: EngineShape, chunk_tokens: int, num_groups: int) -> EngineS
 
 def _with_directory(rng: random.Random, shape: EngineShape, quota: str) -> EngineShape:
     """An engine whose nearest tier is a directory, which all engines of the machine share."""
-    far = tuple(url for url in shape.tiers if not is_private(url))
+    far = tuple(url for url in shape.tiers if not url.startswith("memory:"))
     return replace(shape, tiers=(f"{DIRECTORY}/d{quota}", *far[rng.randrange(2) :]))
 
 
