@@ -171,7 +171,8 @@ BUGS = (
     Bug("a save goes on after a failed load", WORKER,
         "        if failures_known >= self._ended.failures:", "        if True:"),
     Bug("others save what a failed load spoilt", SAVES,
-        "                self._requests.by_id[request_id].block_saves()", "                pass"),
+        "name not in report.failed_requests:\n                    request.block_saves()",
+        "name not in report.failed_requests:\n                    pass"),
     Bug("a chunk is saved before it is computed", SAVES,
         "        whole = min(computed, limit) // chunk_tokens\n",
         "        whole = min(computed + chunk_tokens - 1, limit) // chunk_tokens\n"),
@@ -269,9 +270,9 @@ BUGS = (
     Bug("had: a client's own fault is seen nowhere", FAULTS,
         'f"{said} failed", passes=StoreError)', 'f"{said} failed", passes=Exception)'),
     Bug("had: who ran uncached, and ends while it waits, keeps its pins", SCHEDULER,
-        "        if request is not None:\n            request.give_back()",
-        "        if request is not None and request.uncached is None:\n"
-        "            request.give_back()"),
+        "            if request is not None:\n                request.give_back()",
+        "            if request is not None and request.uncached is None:\n"
+        "                request.give_back()"),
     Bug("had: a promise outlives the verdict on its record", AUDITS,
         "        self._withdraw(frozenset(keys))\n", ""),
     Bug("had: what is refused after a reset stays on the server", SAVES,
