@@ -17,6 +17,7 @@ from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scenario, without
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
+NEAR = "memory://near"
 FIRST_PORT = 7000
 RECORD_BYTES = 4096
 SALTS = ("salt", "other")
@@ -71,7 +72,7 @@ def _of_model(shape: EngineShape, chunk_tokens: int, num_groups: int) -> EngineS
 
 def _with_directory(rng: random.Random, shape: EngineShape, quota: str) -> EngineShape:
     """An engine whose nearest tier is a directory, which all engines of the machine share."""
-    far = tuple(url for url in shape.tiers if not url.startswith("memory:"))
+    far = tuple(url for url in shape.tiers if not url.startswith(NEAR))
     return replace(shape, tiers=(f"{DIRECTORY}/d{quota}", *far[rng.randrange(2) :]))
 
 
@@ -81,7 +82,7 @@ def _engine(
     world_size = rng.choice((1, 1, 1, 2, 2, 4))
     tiers = [f"sim://{each}/kv" for each in media]
     if world_size == 1 and (not tiers or rng.random() < 0.3):
-        tiers.insert(0, f"memory://near?max_bytes={rng.choice((8, 20)) * RECORD_BYTES}")
+        tiers.insert(0, f"{NEAR}?max_bytes={rng.choice((8, 20)) * RECORD_BYTES}")
     options: dict[str, object] = {
         "load_timeout_seconds": rng.choice((0.5, 2.0, 5.0)),
         "io_threads": rng.choice((1, 2, 4)),
