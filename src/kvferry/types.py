@@ -254,6 +254,30 @@ class KVGroup:
     values: str = field(default="", compare=False)
 
 
+class ShardRows(NamedTuple):
+    """The rows of one component of a record that a shard has: some heads of some layers."""
+
+    layers: tuple[int, int]
+    """Half-open, as `heads`; both are `(0, 0)` if there are no rows."""
+    num_layers: int
+    """Of the whole component."""
+    heads: tuple[int, int]
+    num_heads: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of layers and heads."""
+        return self.layers[1] - self.layers[0], self.heads[1] - self.heads[0]
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.shape
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == (self.num_layers, self.num_heads)
+
+
 class StateRun(NamedTuple):
     """Content of a component that lies evenly spaced in a page; the same for each head."""
 

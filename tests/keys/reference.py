@@ -35,6 +35,12 @@ def namespace_digest(description):
     return blake3(b"kvferry.space.1\0" + encode(description)).digest()
 
 
+def shard_key(key, shard):
+    """Return the key of a record with some rows of that of `key`. `shard` has the layers and heads
+    of each component, `[first layer, last + 1, first head, last + 1]`."""
+    return blake3(b"kvferry.shard.1\0" + key + encode(shard)).digest()
+
+
 def chunk_keys(namespace, chunk_tokens, token_ids, extra):
     """Return the keys of the whole chunks. `extra` has the form of golden.json: salt, lora, embeds
     (hex), items of [digest, offset, length]."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
-from kvferry.types import ExtraKeys, KVGroup, MultimodalItem
+from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, ShardKeys
+from kvferry.types import ExtraKeys, KVGroup, MultimodalItem, ShardRows
 from tests.keys import reference
 
 GOLDEN_PATH = Path(__file__).with_name("golden.json")
@@ -76,6 +76,18 @@ def test_namespace_equals_the_golden_vector(case):
 @SPACES
 def test_independent_implementation_agrees_on_namespaces(case):
     assert reference.namespace_digest(case["description"]).hex() == case["digest"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["shards"], ids=lambda case: case["shard_key"][:8])
+def test_keys_of_shards_equal_the_golden_vectors(case):
+    key = bytes.fromhex(case["key"])
+    rows = [ShardRows(tuple(each[:2]), 64, tuple(each[2:]), 8) for each in case["shard"]]
+    assert ShardKeys(rows).of(key).hex() == case["shard_key"]
+    assert reference.shard_key(key, case["shard"]).hex() == case["shard_key"]
+
+
+def test_a_record_with_all_rows_has_the_key_of_the_whole():
+    assert ShardKeys(()).of(bytes(range(32))) == bytes(range(32))
 
 
 def test_golden_keys_are_all_different():

@@ -3,7 +3,7 @@
 from kvferry.record.check import ReadFault, check_head, check_rows, parse_head
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.types import KVGroup
+from kvferry.types import GroupShard, KVGroup
 
 NAMESPACE = bytes(range(32))
 KEY = bytes(range(100, 132))
@@ -23,7 +23,24 @@ GOLDEN = {
     "row": (65_539, 128, 0),
     # With the mark of a salt.
     "marked": ([(1, 1, 2, "float32", None)], 3, 6),
+    # A shard: heads of one group, layers of another, nothing of the third.
+    "shard": (
+        [(3, 2, 10, "bfloat16", None), (2, 1, 7, "float16", 64), (1, 5, 3, "float8_e4m3fn", 8)],
+        5,
+        35,
+    ),
+    # A shard of a record with a mark.
+    "marked_shard": ([(2, 2, 2, "float32", None)], 3, 6),
 }
+SHARDS = {
+    "shard": [((0, 3), (1, 2)), ((1, 2), (0, 1)), ((0, 0), (0, 5))],
+    "marked_shard": [((1, 2), (0, 2))],
+}
+"""Layers and heads by group, of those that are shards."""
+
+WHOLE_KEY = bytes(range(200, 232))
+"""Of the records that these are shards of."""
+
 MARK = bytes.fromhex("f2920659d19a086b45e5d372c3e15a7f")
 """Of the salt "alice" in `NAMESPACE`."""
 
@@ -53,13 +70,24 @@ def payload_of(schema, *, seed=7):
     return bytes((i * 31 + i // 251 + seed) % 256 for i in range(schema.payload_bytes))
 
 
-def encode(schema, payload, *, key=KEY, first_token=0, mark=b""):
+def shard_of(schema, ranges):
+    held = [GroupShard(layers=layers, heads=heads) for layers, heads in ranges]
+    return schema.of_shard(held)
+
+
+def of_key(schema):
+    """The key of the whole record, of a shard."""
+    return WHOLE_KEY if schema.shard else b""
+
+
+def encode(schema, payload, *, key=KEY, first_token=0, mark=b"", of=None):
     view = memoryview(payload)
     table = []
     for component, offset in zip(schema.components, schema.component_offsets, strict=True):
         start = offset - schema.head_bytes
         table.append(leaf_digests(component, view[start : start + component.num_bytes]))
-    return schema.encode_head(key, first_token, b"".join(table), mark) + payload
+    of = of_key(schema) if of is None else of
+    return schema.encode_head(key, first_token, b"".join(table), mark, of) + payload
 
 
 def golden(name):
@@ -71,15 +99,22 @@ def golden(name):
         )
     else:
         schema = schema_of(groups, chunk_tokens)
-    mark = MARK if name == "marked" else b""
+    if name in SHARDS:
+        schema = shard_of(schema, SHARDS[name])
+    mark = mark_of_golden(name)
     data = encode(schema, payload_of(schema), first_token=first_token, mark=mark)
     return schema, first_token, data
+
+
+def mark_of_golden(name):
+    return MARK if name.startswith("marked") else b""
 
 
 def read(schema, data, *, key=KEY, first_token=0):
     """Check `data` as a reader that knows the schema; return None or the reason of the miss."""
     view = memoryview(data)
-    reason = check_head(schema, key, first_token, len(data), view[: schema.head_bytes])
+    head = view[: schema.head_bytes]
+    reason = check_head(schema, key, first_token, len(data), head, of_key(schema))
     if reason is not None:
         return reason
     table = view[schema.header_bytes + CHECKSUM.num_bytes : schema.head_bytes]

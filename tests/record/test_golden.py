@@ -15,9 +15,10 @@ from kvferry.record.check import RecordInfo, mark_of, parse_head
 from tests.record.samples import (
     GOLDEN,
     KEY,
-    MARK,
     NAMESPACE,
     golden,
+    mark_of_golden,
+    of_key,
     payload_of,
     read,
     read_unknown,
@@ -47,7 +48,8 @@ def test_a_golden_record_says_what_it_is(name):
     info = parse_head(memoryview(stored), len(stored))
     assert isinstance(info, RecordInfo)
     assert (info.key, info.first_token) == (KEY, first_token)
-    assert info.mark == (MARK if name == "marked" else b"") == mark_of(stored)
+    assert info.mark == mark_of_golden(name) == mark_of(stored)
+    assert (info.of, info.schema.shard) == (of_key(schema), schema.shard)
     assert info.schema.namespace == NAMESPACE
     assert info.schema.components == schema.components
     assert info.schema.record_bytes == len(stored)

@@ -9,16 +9,21 @@ from hypothesis import strategies as st
 
 from kvferry.record.check import ReadFault, check_head, parse_head
 from kvferry.record.schema import MAX_HEADER_BYTES
+from kvferry.record.shards import shard_text
 from tests.record.samples import (
+    GOLDEN,
     KEY,
     MARK,
     NAMESPACE,
+    SHARDS,
+    WHOLE_KEY,
     encode,
     golden,
     payload_of,
     read,
     read_unknown,
     schema_of,
+    shard_of,
 )
 
 SCHEMA, _, RECORD = golden("tiny")
@@ -75,6 +80,83 @@ def test_a_mark_that_no_writer_makes_is_refused(mark):
     wrong = with_header(text.replace(MARK.hex(), mark))
     assert read_unknown(wrong) is ReadFault.BAD_HEADER
     assert is_corruption(read(SCHEMA, wrong))
+
+
+@pytest.mark.parametrize("name", ["shard", "marked_shard"])
+def test_every_single_bit_flip_is_found_in_the_head_of_a_shard(name):
+    schema, first_token, data = golden(name)
+    data = bytearray(data)
+    for at in [*range(8 + 900), *range(schema.header_bytes, schema.head_bytes)]:
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            wrong = read(schema, data, first_token=first_token)
+            assert is_corruption(wrong), f"bit {bit} of byte {at} flipped and served"
+            data[at] ^= 1 << bit
+    assert bytes(data) == golden(name)[2]
+
+
+SHARD_SCHEMA, SHARD_AT, SHARD = golden("shard")
+SAID = shard_text(SHARD_SCHEMA.shard)
+
+
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [
+        (SAID, ""),
+        (SAID, SAID + " "),
+        (SAID, SAID.replace(" ", "  ")),
+        (SAID, SAID.replace(" ", "\t")),
+        (SAID, SAID + " 0-0/1,0-0/1 x"),
+        (SAID, "0-3/3,0-2/2 0-2/2,0-1/1 0-1/1,0-5/5"),
+        ("0-3/3", "00-3/3"),
+        ("0-3/3", "0-3/2"),
+        ("0-3/3", "1-3/3"),
+        ("0-3/3", "0-3"),
+        ("0-3/3", "-1-3/3"),
+        ("0-3/3", "0-3/9999999999"),
+        ("1-2/2,0-1/1", "2-1/2,0-1/1"),
+        ("1-2/2,0-1/1", "1-2/2,0-2/1"),
+        ("0-0/1,0-0/5", "0-0/0,0-0/5"),
+        ("0-0/1,0-0/5", "1-1/1,0-0/5"),
+        ("0-0/1,0-0/5", "0-0/1,0-5/5"),
+        ("0-0/1,0-0/5", "0-1/1,0-5/5"),
+        (WHOLE_KEY.hex(), ""),
+        (WHOLE_KEY.hex(), WHOLE_KEY.hex()[2:]),
+        (WHOLE_KEY.hex(), WHOLE_KEY.hex().upper()),
+        ('"of":', '"off":'),
+        ('"version":"3"', '"version":"1"'),
+        ('"version":"3"', '"version":"2"'),
+        ('"kv.1"', '"kv.2"'),
+    ],
+)
+def test_a_shard_that_no_writer_makes_is_refused(what, instead):
+    text = SHARD[8 : SHARD_SCHEMA.header_bytes].rstrip(b" ").decode()
+    assert what in text
+    size = SHARD_SCHEMA.header_bytes - 8
+    wrong = text.replace(what, instead, 1).encode().ljust(size, b" ")
+    wrong = SHARD[:8] + wrong + SHARD[SHARD_SCHEMA.header_bytes :]
+    assert read_unknown(wrong) is ReadFault.BAD_HEADER
+    assert is_corruption(read(SHARD_SCHEMA, wrong, first_token=SHARD_AT))
+
+
+OTHER_RANGES = [((0, 3), (0, 1)), ((1, 2), (0, 1)), ((0, 0), (0, 5))]
+
+
+@pytest.mark.parametrize(
+    ("key", "of", "first_token", "ranges"),
+    [
+        (KEY, bytes(32), 35, SHARDS["shard"]),
+        (bytes(32), WHOLE_KEY, 35, SHARDS["shard"]),
+        (KEY, WHOLE_KEY, 30, SHARDS["shard"]),
+        (KEY, WHOLE_KEY, 35, OTHER_RANGES),
+    ],
+    ids=["another chunk", "another name", "another place", "other rows of the same size"],
+)
+def test_a_reader_takes_no_other_shard(key, of, first_token, ranges):
+    schema = shard_of(schema_of(*GOLDEN["shard"][:2]), ranges)
+    wrong = encode(schema, payload_of(schema), key=key, first_token=first_token, of=of)
+    assert len(wrong) == len(SHARD)
+    assert read(SHARD_SCHEMA, wrong, first_token=SHARD_AT) is ReadFault.OTHER_RECORD
 
 
 def test_every_single_bit_flip_is_found_by_a_reader_that_knows_nothing():
@@ -139,8 +221,8 @@ def other(*, namespace=NAMESPACE, key=KEY, first_token=0, groups=None, chunk_tok
         (other(groups=[(1, 1, 4, "float16", None)]), ReadFault.OTHER_RECORD),
         (other(groups=[(1, 1, 1, "float32", None)] * 2), ReadFault.OTHER_RECORD),
         (other(chunk_tokens=4), ReadFault.OTHER_RECORD),
-        (with_metadata(version="3"), ReadFault.WRONG_VERSION),
-        (with_metadata(version="3", anything="new"), ReadFault.WRONG_VERSION),
+        (with_metadata(version="4"), ReadFault.WRONG_VERSION),
+        (with_metadata(version="4", anything="new"), ReadFault.WRONG_VERSION),
         (with_metadata(version=1), ReadFault.WRONG_VERSION),
         (with_metadata(format="other"), ReadFault.BAD_HEADER),
         (with_metadata(leaf_bytes="1"), ReadFault.BAD_HEADER),
@@ -157,6 +239,9 @@ def other(*, namespace=NAMESPACE, key=KEY, first_token=0, groups=None, chunk_tok
         (with_metadata(first_token="9" * 3500), ReadFault.BAD_HEADER),
         (with_metadata(chunk_tokens="1e3"), ReadFault.BAD_HEADER),
         (with_metadata(invented="field"), ReadFault.BAD_HEADER),
+        (with_metadata(version="3"), ReadFault.BAD_HEADER),
+        (with_metadata(of="00" * 32, shard="0-1/1,0-1/1"), ReadFault.BAD_HEADER),
+        (golden("shard")[2], ReadFault.OTHER_RECORD),
     ],
 )
 def test_what_is_wrong_is_named(data, reason):

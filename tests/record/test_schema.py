@@ -1,4 +1,5 @@
 from dataclasses import replace
+from operator import ne
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tests.record.samples import (
     read,
     read_unknown,
     schema_of,
+    shard_of,
 )
 
 SIZES = st.sampled_from([1, 2, 3, 5, 7])
@@ -256,3 +258,51 @@ def test_a_chunk_is_as_large_as_its_bound_allows_whatever_its_blocks_and_windows
     blocks = data.draw(st.sampled_from([1, 16, 784]))
     changed = tuple(replace(group, block_size=blocks) for group in groups_of(others))
     assert default_chunk_tokens(changed) == tokens
+
+
+@st.composite
+def shards(draw):
+    groups = draw(GROUPS)
+
+    def some(size):
+        start = draw(st.integers(0, size))
+        return start, draw(st.integers(start, size))
+
+    return groups, [(some(layers), some(heads)) for layers, heads, *_ in groups]
+
+
+@given(case=shards(), first=st.integers(0, 2**63 - 1))
+def test_a_shard_has_the_rows_of_its_ranges_and_says_which(case, first):
+    groups, ranges = case
+    whole = schema_of(groups, 3)
+    schema = shard_of(whole, ranges)
+    sizes = [
+        (layers[1] - layers[0]) * (heads[1] - heads[0]) * component.row_bytes
+        for (layers, heads), component in zip(ranges, whole.components, strict=True)
+    ]
+    if not any(sizes):
+        assert schema is None
+    elif sum(sizes) == whole.payload_bytes:
+        assert schema is whole
+    else:
+        assert [component.num_bytes for component in schema.components] == list(filter(None, sizes))
+        data = encode(schema, payload_of(schema), first_token=first)
+        assert len(data) == schema.record_bytes
+        assert schema.head_bytes % ALIGN == 0
+        assert read(schema, data, first_token=first) is None
+        assert read_unknown(data) is None
+        held = [
+            (rows.layers, rows.heads) if all(map(ne, *zip(*ranges[number], strict=True))) else None
+            for number, rows in enumerate(schema.shard)
+        ]
+        assert held == [each if size else None for each, size in zip(ranges, sizes, strict=True)]
+        other = schema.with_namespace(bytes(32))
+        assert (other.shard, other.record_bytes) == (schema.shard, schema.record_bytes)
+
+
+def test_only_a_shard_is_of_another_record():
+    whole = schema_of([(2, 2, 2, "float32", None)], 3)
+    shard = shard_of(whole, [((0, 1), (0, 2))])
+    for schema, of in ((whole, KEY), (shard, b""), (shard, KEY[:-1])):
+        with pytest.raises(ContractError, match="shard"):
+            schema.encode_header(KEY, 0, of=of)

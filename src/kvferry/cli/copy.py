@@ -142,7 +142,7 @@ def _checked(key: ChunkKey, record: memoryview, size: int) -> bytes | ReadFault:
     info = parse_head(record, size)
     if isinstance(info, ReadFault):
         return info
-    why = check_head(info.schema, key, info.first_token, size, record)
+    why = check_head(info.schema, key, info.first_token, size, record, info.of)
     return why or check_record(info.schema, key, record, size) or info.schema.namespace
 
 

@@ -1,6 +1,14 @@
 """Makes keys of token ids and a model's identity. Keys are equal wherever the KV bytes are."""
 
-from kvferry.keys.chain import KEY_VERSION, MARK_BYTES, ChunkKeys, salt_mark, state_key, state_keys
+from kvferry.keys.chain import (
+    KEY_VERSION,
+    MARK_BYTES,
+    ChunkKeys,
+    ShardKeys,
+    salt_mark,
+    state_key,
+    state_keys,
+)
 from kvferry.keys.encoding import JsonValue
 from kvferry.keys.namespace import (
     HOST_FIELDS,
@@ -20,6 +28,7 @@ __all__ = [
     "JsonValue",
     "ModelIdentity",
     "Namespace",
+    "ShardKeys",
     "opaque_key",
     "opaque_namespace",
     "relevant_config",

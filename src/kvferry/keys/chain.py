@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from kvferry.errors import ConfigError, ContractError
 from kvferry.keys.encoding import JsonValue, canonical
-from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, ShardRows
 
 KEY_VERSION = 1
 CHUNK_TAG = b"kvferry.chunk.1\0"
@@ -39,6 +39,29 @@ def state_keys(chunk: ChunkKey, num_parts: int) -> list[ChunkKey]:
 def state_key(chunk: ChunkKey, part: int) -> ChunkKey:
     """Return the key of one part, by its number; see `state_keys`."""
     return ChunkKey(blake3(b"".join((STATE_TAG, chunk, part.to_bytes(4, "little")))).digest())
+
+
+SHARD_TAG = b"kvferry.shard.1\0"
+"""16 bytes that begin neither a namespace encoding nor the hash of a chunk or a state."""
+
+
+class ShardKeys:
+    """Makes the keys of the records that have a shard's rows alone. They are named by what they
+    hold, so ranks that hold the same write one record.
+
+    Args:
+        shard: the rows of each component; of nothing: all rows, whose record is the whole one.
+    """
+
+    def __init__(self, shard: Sequence[ShardRows]) -> None:
+        ranges: list[JsonValue] = [[*rows.layers, *rows.heads] for rows in shard]
+        self._suffix = canonical(ranges) if ranges else b""
+
+    def of(self, key: ChunkKey) -> ChunkKey:
+        """Return the key, given that of the whole record."""
+        if not self._suffix:
+            return key
+        return ChunkKey(blake3(b"".join((SHARD_TAG, key, self._suffix))).digest())
 
 
 SALT_TAG = "kvferry.salt.1"

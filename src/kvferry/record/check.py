@@ -20,13 +20,15 @@ from kvferry.record.schema import (
     MARK_BYTES,
     MARKED_VERSION,
     MAX_HEADER_BYTES,
+    SHARD_VERSION,
     Component,
     RecordSchema,
     RowRange,
     leaf_digests,
     leaves_of,
 )
-from kvferry.types import FORMAT_VERSION, ChunkKey
+from kvferry.record.shards import parse_shard
+from kvferry.types import FORMAT_VERSION, ChunkKey, ShardRows
 
 
 class ReadFault(StrEnum):
@@ -51,7 +53,7 @@ class ReadFault(StrEnum):
         return self not in SOUND
 
 
-_MARK = re.compile(rb',"mark":"([0-9a-f]{32})"\},"root":')
+_MARK = re.compile(rb',"mark":"([0-9a-f]{32})"(?:\},"root":|,"of":)')
 _NAMESPACE = re.compile(rb'"format":"kvferry",[^{}]{0,200}"namespace":"([0-9a-f]{64})"')
 
 SOUND = (ReadFault.ABSENT, ReadFault.IO_ERROR, ReadFault.DEADLINE, ReadFault.CANCELLED)
@@ -68,6 +70,8 @@ class RecordInfo:
     schema: RecordSchema
     mark: bytes = b""
     """`kvferry.keys.salt_mark` of its salt; empty if it says none."""
+    of: bytes = b""
+    """Of a shard: the key of the whole record. Empty: this is a whole one."""
 
 
 def mark_of(head: bytes | memoryview) -> bytes:
@@ -91,13 +95,19 @@ def namespace_of(head: bytes) -> bytes | None:
 
 
 def check_head(
-    schema: RecordSchema, key: ChunkKey, first_token: int, size: int, head: memoryview
+    schema: RecordSchema,
+    key: ChunkKey,
+    first_token: int,
+    size: int,
+    head: memoryview,
+    of: bytes = b"",
 ) -> ReadFault | None:
     """Verify everything before the payload against the reader's schema, key and position.
 
     Args:
         size: size of the stored value in bytes.
         head: the first `min(size, schema.head_bytes)` bytes; what follows them is ignored.
+        of: of a shard, the key of the whole record.
 
     Returns:
         None if the head is right; then `head[header_bytes + 16:]` is the trusted leaf table.
@@ -105,10 +115,10 @@ def check_head(
     header_bytes = schema.header_bytes
     # One copy, because bytes compare at memory speed, but memoryviews item by item.
     data = bytes(head[: schema.head_bytes])
-    header = schema.encode_header(key, first_token)
+    header = schema.encode_header(key, first_token, of=of)
     if not data.startswith(header):
         # Whoever knows the key need not know the salt that is hashed into it.
-        header = schema.encode_header(key, first_token, mark_of(data))
+        header = schema.encode_header(key, first_token, mark_of(data), of)
     if not data.startswith(header):
         return _why_header_differs(schema, size, data)
     if len(data) < schema.head_bytes or size != schema.record_bytes:
@@ -137,9 +147,10 @@ def check_record(
     if isinstance(info, ReadFault):
         return info
     found = info.schema
-    if (found.chunk_tokens, found.components) != (schema.chunk_tokens, schema.components):
+    shape = schema.chunk_tokens, schema.components, schema.shard
+    if (found.chunk_tokens, found.components, found.shard) != shape:
         return ReadFault.OTHER_RECORD
-    reason = check_head(found, key, info.first_token, size, value)
+    reason = check_head(found, key, info.first_token, size, value, info.of)
     if reason is not None:
         return reason
     table = value[found.header_bytes + CHECKSUM.num_bytes : found.head_bytes]
@@ -178,7 +189,7 @@ def parse_head(head: memoryview, size: int) -> RecordInfo | ReadFault:
     if isinstance(info, ReadFault):
         return info
     schema = info.schema
-    if schema.encode_header(info.key, info.first_token, info.mark) != data:
+    if schema.encode_header(info.key, info.first_token, info.mark, info.of) != data:
         return ReadFault.BAD_HEADER
     return info if size == schema.record_bytes else ReadFault.WRONG_SIZE
 
@@ -198,12 +209,17 @@ def _info_from_json(tensors: object) -> RecordInfo | ReadFault:
     if metadata.get("format") != FORMAT_NAME:
         return ReadFault.BAD_HEADER
     version = metadata.get("version")
-    mark = b""
-    if version == str(MARKED_VERSION):
+    mark = of = b""
+    shard: tuple[ShardRows, ...] = ()
+    if version == str(SHARD_VERSION):
+        of, shard = bytes.fromhex(_string(metadata, "of")), parse_shard(_string(metadata, "shard"))
+        if len(of) != 32:
+            return ReadFault.BAD_HEADER
+    if version == str(MARKED_VERSION) or (shard and "mark" in metadata):
         mark = bytes.fromhex(_string(metadata, "mark"))
         if len(mark) != MARK_BYTES:
             return ReadFault.BAD_HEADER
-    elif version != str(FORMAT_VERSION):
+    elif not shard and version != str(FORMAT_VERSION):
         return ReadFault.WRONG_VERSION
     elif metadata.get("leaf_bytes") != str(LEAF_BYTES) or metadata.get("checksum") != CHECKSUM.name:
         return ReadFault.BAD_HEADER
@@ -219,8 +235,9 @@ def _info_from_json(tensors: object) -> RecordInfo | ReadFault:
             for name, tensor in _mapping(tensors).items()
             if name not in ("root", "leaves")
         ),
+        shard=shard,
     )
-    return RecordInfo(key=ChunkKey(key), first_token=first_token, schema=schema, mark=mark)
+    return RecordInfo(key=ChunkKey(key), first_token=first_token, schema=schema, mark=mark, of=of)
 
 
 def _component(name: str, tensor: dict[str, object]) -> Component:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError, ContractError
@@ -28,7 +28,8 @@ from kvferry.record.leaves import (
     are_finite,
     native_leaves,
 )
-from kvferry.types import FORMAT_VERSION, ChunkKey, KVGroup
+from kvferry.record.shards import check_shard, rows_of_shard, shard_text
+from kvferry.types import FORMAT_VERSION, ChunkKey, GroupShard, KVGroup, ShardRows
 
 FORMAT_NAME = "kvferry"
 LEAF_BYTES = 64 * 1024
@@ -50,6 +51,10 @@ MARK_BYTES = 16
 MARKED_VERSION = 2
 """Version of a record with a mark. Its header has the mark in the place of two fields that are the
 same in every record, and so is no longer; all else is as in version 1."""
+
+SHARD_VERSION = 3
+"""Version of a record that has a shard's rows alone. Its header says of which record, and which
+rows these are; all else is as in the other versions, with a mark or without."""
 
 _FIXED = f',"leaf_bytes":"{LEAF_BYTES}","checksum":"{CHECKSUM.name}"'.encode()
 _MARK = b',"mark":"%s"'
@@ -167,10 +172,20 @@ class RowRange(NamedTuple):
 
 class RecordSchema:
     """All sizes and offsets of the records of one namespace, computed once. `components` are in
-    file order. Raises ConfigError for sizes or components that no record can have."""
+    file order. Raises ConfigError for sizes or components that no record can have.
+
+    Args:
+        shard: of records that have a shard's rows alone: the rows of each component of the whole
+            record, also of those that have none here. Empty: the records are whole.
+    """
 
     def __init__(
-        self, *, namespace: bytes, chunk_tokens: int, components: tuple[Component, ...]
+        self,
+        *,
+        namespace: bytes,
+        chunk_tokens: int,
+        components: tuple[Component, ...],
+        shard: tuple[ShardRows, ...] = (),
     ) -> None:
         if len(namespace) != 32:
             raise ConfigError(f"a namespace digest has 32 bytes, not {len(namespace)}")
@@ -181,6 +196,9 @@ class RecordSchema:
         self.namespace = namespace
         self.chunk_tokens = chunk_tokens
         self.components = components
+        self.shard = shard
+        if shard:
+            check_shard(shard, [(each.name, each.shape[:2]) for each in components])
         first_leaf, offsets = [], []
         self.num_leaves = self.payload_bytes = 0
         for component in components:
@@ -198,7 +216,9 @@ class RecordSchema:
         table_bytes = CHECKSUM.num_bytes * (1 + self.num_leaves)  # the root is one more digest
         # The head has room for the longest header of this schema, so that all its records have one
         # size. Then it is padded so that the payload is aligned.
-        longest = sum(map(len, self._header_parts)) + len(bytes(32).hex()) + len(str(2**63 - 1))
+        num_keys = 2 if shard else 1
+        longest = sum(map(len, self._header_parts)) + len(str(2**63 - 1))
+        longest += num_keys * len(bytes(32).hex())
         self.head_bytes = math.ceil((8 + longest + table_bytes) / ALIGN) * ALIGN
         self.header_bytes = self.head_bytes - table_bytes
         if self.header_bytes - 8 > MAX_HEADER_BYTES:
@@ -274,24 +294,52 @@ class RecordSchema:
     def with_namespace(self, namespace: bytes) -> RecordSchema:
         """Make the same schema for another namespace; all sizes and offsets stay."""
         return RecordSchema(
-            namespace=namespace, chunk_tokens=self.chunk_tokens, components=self.components
+            namespace=namespace,
+            chunk_tokens=self.chunk_tokens,
+            components=self.components,
+            shard=self.shard,
         )
 
-    def _split_header(self) -> tuple[bytes, bytes, bytes]:
-        """Split the JSON header around its two variable values, key and first token. It is encoded
-        once per schema, because every check of a record needs it."""
-        tensors: dict[str, object] = {
-            "__metadata__": {
-                "format": FORMAT_NAME,
-                "version": str(FORMAT_VERSION),
-                "key": "<",
-                "namespace": self.namespace.hex(),
-                "first_token": "<",
-                "chunk_tokens": str(self.chunk_tokens),
-                "leaf_bytes": str(LEAF_BYTES),
-                "checksum": CHECKSUM.name,
-            }
+    def of_shard(self, held: Sequence[GroupShard]) -> RecordSchema | None:
+        """Make the schema of records that have some layers and heads alone, by component of this
+        one. If these are all, that is this schema; None if they are none."""
+        rows = [
+            rows_of_shard(each.layers, component.shape[0], each.heads, component.shape[1])
+            for each, component in zip(held, self.components, strict=True)
+        ]
+        if all(each.is_whole for each in rows):
+            return self
+        components = tuple(
+            replace(component, shape=(*each.shape, *component.shape[2:]))
+            for component, each in zip(self.components, rows, strict=True)
+            if not each.is_empty
+        )
+        if not components:
+            return None
+        return RecordSchema(
+            namespace=self.namespace,
+            chunk_tokens=self.chunk_tokens,
+            components=components,
+            shard=tuple(rows),
+        )
+
+    def _split_header(self) -> tuple[bytes, ...]:
+        """Split the JSON header around its variable values: key, first token and, of a shard, the
+        key of the whole record. It is encoded once per schema, because every check of a record
+        needs it."""
+        metadata = {
+            "format": FORMAT_NAME,
+            "version": str(SHARD_VERSION if self.shard else FORMAT_VERSION),
+            "key": "<",
+            "namespace": self.namespace.hex(),
+            "first_token": "<",
+            "chunk_tokens": str(self.chunk_tokens),
+            "leaf_bytes": str(LEAF_BYTES),
+            "checksum": CHECKSUM.name,
         }
+        if self.shard:
+            metadata |= {"of": "<", "shard": shard_text(self.shard)}
+        tensors: dict[str, object] = {"__metadata__": metadata}
         end = 0
 
         def place(name: str, dtype: str, shape: list[int], num_bytes: int) -> None:
@@ -305,10 +353,11 @@ class RecordSchema:
         for component in self.components:
             place(component.name, component.dtype, list(component.shape), component.num_bytes)
         # No name or value in the header can hold the mark "<".
-        before, between, after = json.dumps(tensors, separators=(",", ":")).encode().split(b"<")
-        return before, between, after
+        return tuple(json.dumps(tensors, separators=(",", ":")).encode().split(b"<"))
 
-    def encode_header(self, key: ChunkKey, first_token: int, mark: bytes = b"") -> bytes:
+    def encode_header(
+        self, key: ChunkKey, first_token: int, mark: bytes = b"", of: bytes = b""
+    ) -> bytes:
         """Return length prefix and padded JSON header, `header_bytes` long.
 
         There is one encoding per set of arguments, so a reader that knows the schema compares
@@ -316,11 +365,14 @@ class RecordSchema:
 
         Args:
             mark: `kvferry.keys.salt_mark` of the record's salt; empty if it has none.
+            of: of a shard, the key of the whole record; else empty.
 
         Raises:
             ContractError: a key that is not 32 bytes, a position outside 0 to 2**63 - 1, or a mark
                 of another size.
         """
+        if len(of) != (32 if self.shard else 0):
+            raise ContractError(f"{len(of)} bytes are no key of the record that this is a shard of")
         if len(mark) not in (0, MARK_BYTES):
             raise ContractError(f"a mark has {MARK_BYTES} bytes, not {len(mark)}")
         if len(key) != 32 or not 0 <= first_token < 2**63:
@@ -328,9 +380,11 @@ class RecordSchema:
                 f"a record needs a key of 32 bytes and a position from 0 to 2**63 - 1, "
                 f"not {len(key)} bytes and {first_token}"
             )
-        before, between, after = self._header_parts
+        before, between, after, *last = self._header_parts
         position = str(first_token).encode()
         text = b"".join((before, key.hex().encode(), between, position, after))
+        if last:
+            text = b"".join((text, of.hex().encode(), *last))
         if mark:
             # No value before them can hold these texts: keys and digests are hexadecimal.
             text = text.replace(b'"version":"%d"' % FORMAT_VERSION, _MARKED, 1)
@@ -339,7 +393,12 @@ class RecordSchema:
         return size.to_bytes(8, "little") + text.ljust(size, b" ")
 
     def encode_head(
-        self, key: ChunkKey, first_token: int, leaf_table: bytes, mark: bytes = b""
+        self,
+        key: ChunkKey,
+        first_token: int,
+        leaf_table: bytes,
+        mark: bytes = b"",
+        of: bytes = b"",
     ) -> bytes:
         """Return everything before the payload, `head_bytes` long.
 
@@ -351,7 +410,7 @@ class RecordSchema:
                 f"leaf table has {len(leaf_table)} bytes, "
                 f"the schema needs {CHECKSUM.num_bytes * self.num_leaves}"
             )
-        header = self.encode_header(key, first_token, mark)
+        header = self.encode_header(key, first_token, mark, of)
         return header + CHECKSUM.of(header + leaf_table) + leaf_table
 
     def offset_of(self, rows: RowRange) -> int:

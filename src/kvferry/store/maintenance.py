@@ -124,7 +124,7 @@ def _why_wrong(store: Store, entry: Entry, size: int, window: memoryview) -> Rea
     trusted = memoryview(bytearray(schema.head_bytes))
     if store.read(key, [(0, trusted)]) != size:
         return ReadFault.WRONG_SIZE
-    reason = check_head(schema, key, info.first_token, size, trusted)
+    reason = check_head(schema, key, info.first_token, size, trusted, info.of)
     if reason is not None:
         return reason
     at = schema.header_bytes + CHECKSUM.num_bytes

@@ -56,6 +56,7 @@ class RecordRead:
             the other.
         image: `head` and `rows` as one buffer, if together they are a whole record as it is stored.
         looks_at_values: whether values that are not finite are wrong.
+        of: of a shard, the key of the whole record.
     """
 
     key: ChunkKey
@@ -64,6 +65,7 @@ class RecordRead:
     rows: Sequence[tuple[RowRange, memoryview]]
     image: memoryview | None = None
     looks_at_values: bool = False
+    of: bytes = b""
 
 
 def read_record(
@@ -110,7 +112,7 @@ def _read(
     size = store.read(read.key, ranges, deadline)
     if size is None:
         return ReadFault.ABSENT
-    reason = check_head(schema, read.key, read.first_token, size, head[:size])
+    reason = check_head(schema, read.key, read.first_token, size, head[:size], read.of)
     if reason is not None:
         return reason
     table = head[schema.header_bytes + CHECKSUM.num_bytes :]
