@@ -55,6 +55,7 @@ class Mix:
         drafts: layers of a drafter.
         hybrid: whether each kind of layer has a block table of its own.
         budget: tokens of the steps that store a prompt.
+        platform: vLLM's name of the device.
     """
 
     specs: Callable[[int], Mapping[str, Any]]
@@ -68,6 +69,7 @@ class Mix:
     drafts: Collection[str] = ()
     hybrid: bool = True
     budget: int = 96
+    platform: str = "cuda"
 
     def but(self, **more: Any) -> Mix:
         """The same with other values."""
@@ -100,6 +102,8 @@ def resolved(mix: Mix, tp: int, vllm_config: Any) -> tuple[list[Any], Any]:
     config.model_config.max_model_len = 320
     specs = dict(mix.specs(tp))
     found = get_kv_cache_configs(config, [dict(specs) for _ in range(tp)], [1 << 34] * tp)
+    for each in found:  # as the engine's core does
+        each.kv_cache_layout = mix.layout
     return found, generate_scheduler_kv_cache_config(found)
 
 
@@ -144,12 +148,10 @@ def modules_of(mix: Mix, specs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def described(
-    mix: Mix, config: Any, groups: Any, platform: str = "cuda"
-) -> tuple[EngineSpec, list[Any]]:
+def described(mix: Mix, config: Any, groups: Any) -> tuple[EngineSpec, list[Any]]:
     """What one half of the connector makes of its configuration."""
     refuse_parallel(config.parallel_config)
-    layers = layers_of(config, groups, platform)
+    layers = layers_of(config, groups, mix.platform)
     states = served_states(config, groups, layers, dim_first=False, hands_off=True)
     identity = ModelIdentity(weights=b"w" * 32, config={})
     return engine_spec(config, layers, None, mix.chunk, lambda: identity, states), layers
@@ -227,6 +229,8 @@ class RankOfVllm:
 
     def _token_bytes(self, name: str, spec: Any) -> int:
         cache = self.caches[name]
+        if is_nvfp4(spec):
+            return 2 * int(cache.shape[3])
         return cache.shape[2] * cache.shape[3] * cache.itemsize // self._kernel(name, spec)
 
     def _cells(
@@ -235,6 +239,18 @@ class RankOfVllm:
         cache = self.caches[name].view(torch.uint8)
         kernel, token_bytes = self._kernel(name, spec), self._token_bytes(name, spec)
         at = blocks * (spec.block_size // kernel) + places // kernel, places % kernel
+        if is_nvfp4(spec):
+            parts = nvfp4_parts(cache, spec.num_kv_heads)
+
+            def by_half(values: torch.Tensor | None) -> torch.Tensor | None:
+                if values is None:
+                    return torch.cat([part[at[0], :, at[1]] for part in parts], dim=-1)
+                sizes = [part.shape[-1] for part in parts]
+                for part, each in zip(parts, values.split(sizes, dim=-1), strict=True):
+                    part[at[0], :, at[1]] = each
+                return None
+
+            return by_half
         if kernel != cache.shape[2]:  # a row for several tokens
             cache = cache.view(cache.shape[0], 1, kernel, token_bytes)
         if not name.endswith(self._keys_first):
@@ -283,6 +299,32 @@ class RankOfVllm:
                 parts = group.kv_cache_spec.block_size // self._kernel(name, spec)
                 if not bool((cache[:parts] == GARBAGE).all()):
                     raise AssertionError("the null block was written")
+
+
+def is_nvfp4(spec: Any) -> bool:
+    return getattr(getattr(spec, "kv_quant_mode", None), "name", "") == "NVFP4"
+
+
+def nvfp4_parts(cache: torch.Tensor, heads: int) -> list[torch.Tensor]:
+    """What FlashInfer's kernels fill, `[block, head, token, bytes]` each: keys, their scales,
+    values, theirs. It can be imported only beside its kernels; `nvfp4_split_data_scale` is vLLM's.
+    """
+    from vllm.utils.torch_utils import nvfp4_split_data_scale
+
+    blocks, _, tokens, size = cache.shape
+    is_by_head = cache.stride(1) > cache.stride(2)
+    axes = (heads, tokens) if is_by_head else (tokens, heads)
+    found = []
+    for side in range(2):
+        half = cache.as_strided(
+            (blocks, *axes, size),
+            (cache.stride(0), axes[1] * size, size, 1),
+            cache.storage_offset() + side * heads * tokens * size,
+        )
+        for part in nvfp4_split_data_scale(half):
+            by_bytes = part.view(torch.uint8)
+            found.append(by_bytes if is_by_head else by_bytes.transpose(1, 2))
+    return found
 
 
 def ring(group: Any) -> int | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm.v1.kv_cache_layout", reason="the allocator is that of 0.32")
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -97,6 +98,21 @@ def scaled(heads, mode, dtype, **more):
     return base.but(
         specs=lambda tp: {name: with_scales(spec) for name, spec in base.specs(tp).items()},
         backends={"attn": "TritonAttentionBackend"},
+    )
+
+
+def nvfp4(heads, **more):
+    """A model with keys, their scales, values, and theirs, each apart in a block."""
+    base = plain(heads, dtype=BYTES, kv_quant_mode=KVQuantMode.NVFP4)
+
+    def as_its_backend(spec):  # as `FlashInferBackend.customize_spec`
+        row = nvfp4_kv_cache_full_dim(spec.head_size)
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=row)
+
+    return base.but(
+        specs=lambda tp: {name: as_its_backend(spec) for name, spec in base.specs(tp).items()},
+        backends={"attn": "FlashInferBackend"},
+        **more,
     )
 
 
@@ -390,7 +406,14 @@ MIXES = {
     "fp8 latents of FlashMLA": one(
         mla(**FP8, state_content_bytes=656), refused="content_bytes=656"
     ),
-    "nvfp4": one(
+    "nvfp4": nvfp4(8),
+    "nvfp4, heads before tokens": nvfp4(8, layout="LBHNC"),
+    "nvfp4 of 2 heads, copied on 4 ranks and more": nvfp4(2),
+    "nvfp4 in blocks that are split": nvfp4(8, kernel_block=8, refused="set --block-size 8"),
+    "nvfp4 in blocks that a chunk cuts": nvfp4(
+        8, chunk=120, refused="chunk_tokens=120 is no multiple of the block size 16"
+    ),
+    "nvfp4 that a backend does not describe": one(
         full(1, 8, dtype=BYTES, kv_quant_mode=KVQuantMode.NVFP4, state_content_bytes=9),
         refused="NVFP4.*--kv-cache-dtype",
     ),
@@ -494,6 +517,8 @@ PORTABLE = {
     "scales of 2 heads, copied on 4 ranks and more": 256,
     "DeepSeek V3.2 in fp8_ds_mla": 256,
     "GLM-5.3: a row for four tokens, and a ring": 256,
+    # A page of nvfp4 is one of so many heads.
+    "nvfp4": 0,
     # With 8 ranks it is not known which layers' heads are copies.
     "MiMo-V2: more heads in window layers": 0,
     "MiMo-V2, its configuration names no other number": 0,
@@ -510,6 +535,45 @@ def test_fewer_ranks_read_what_more_ranks_stored_or_compute_it(name, tp, vllm_co
         hits.append(engine.run(TOKENS, budget=300))  # checks every byte
         engine.close()
     assert hits == [0, PORTABLE[name]]
+
+
+INDEXED, HALVED = sparse(), nvfp4(8)
+
+
+def in_blocks_of(mix, size):
+    """The same in blocks of another size."""
+    return mix.but(
+        specs=lambda tp: {
+            name: replace(spec, block_size=size) for name, spec in mix.specs(tp).items()
+        }
+    )
+
+
+def by_backend(mix, name):
+    return mix.but(backends=dict.fromkeys(mix.backends, name))
+
+
+OTHER_ENGINES = {
+    "indexer, other blocks": (INDEXED, in_blocks_of(INDEXED, 32)),
+    "indexer, other backend": (INDEXED, by_backend(INDEXED, "OtherIndexerBackend")),
+    "indexer, other platform": (INDEXED, INDEXED.but(platform="rocm")),
+    "nvfp4, other blocks": (HALVED, in_blocks_of(HALVED, 32)),
+    "nvfp4, other backend": (HALVED, by_backend(HALVED, "OtherBackend")),
+    "nvfp4, other platform": (HALVED, HALVED.but(platform="rocm")),
+    "nvfp4, other order": (HALVED, HALVED.but(layout="LBHNC")),
+}
+"""What is stored, and an engine of the same model whose blocks lie otherwise."""
+
+
+@pytest.mark.parametrize("name", OTHER_ENGINES)
+def test_whole_blocks_are_read_only_by_engines_whose_blocks_lie_alike(name, vllm_config, tmp_path):
+    mix, other = OTHER_ENGINES[name]
+    hits = []
+    for each in (mix, other, mix, other):
+        engine = EngineOfVllm(each, 1, vllm_config, tmp_path)
+        hits.append(engine.run(TOKENS, budget=300))  # checks every byte
+        engine.close()
+    assert hits == [0, 0, 256, 256]
 
 
 CHANGED = {
@@ -586,6 +650,11 @@ def test_a_field_that_the_table_lacks_refuses_the_model(spec, name, monkeypatch)
     monkeypatch.setattr(layers, "KV_SPECS", lacking)
     with pytest.raises(ConfigError, match=f"layer {attn(0)} keeps its KV as .* with {name}="):
         namespace_of(spec)
+
+
+def test_nvfp4_of_a_vllm_that_names_no_layout_is_refused():
+    with pytest.raises(ConfigError, match="does not say in which order heads and tokens lie"):
+        namespace_of(nvfp4(8).specs(1)[attn(0)])
 
 
 def test_vllm_groups_layers_of_several_sizes_as_the_mixes_expect(vllm_config):

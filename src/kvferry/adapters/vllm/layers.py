@@ -148,6 +148,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
                 unserved_fields(spec, KV_SPECS, f"layer {name}")
                 rings[name] = int(spec.block_size)
                 continue
+            order = _order_of_heads(kv_cache_config)
             kind = _kind_of(name, number, spec, model, parallel.tensor_parallel_size)
             values = _values_of(spec, vllm_config.cache_config.cache_dtype, platform)
             found.append(
@@ -164,7 +165,7 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
                         chunk=_chunk_of(number, spec, model),
                         values=values,
                     ),
-                    whole_blocks=_whole_blocks(spec, modules.get(name), platform),
+                    whole_blocks=_whole_blocks(spec, modules.get(name), platform, order),
                 )
             )
     _check_rings(rings, {layer.block_size for layer in found})
@@ -283,13 +284,16 @@ def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
             f"{where} keeps its KV as a {kind}, which kvferry's connector does not store; {_TIER}"
         )
     unserved = unserved_fields(spec, KV_SPECS, where)
+    is_halved = _is_halved(spec)
+    if is_halved:
+        del unserved["num_head_slots"]
     if unserved:
         fields = ", ".join(f"{field}={value!r}" for field, value in unserved.items())
         raise ConfigError(
             f"{where} has {fields}, which kvferry's connector does not store; {_TIER}"
         )
     content, dtype = _content_of(spec, where)
-    heads = 1 if kind in _MLA else spec.num_kv_heads
+    heads = 1 if kind in _MLA or is_halved else spec.num_kv_heads
     size = content * heads * spec.block_size * (1 if dtype == "uint8" else spec.dtype.itemsize)
     padded = getattr(spec, "page_size_padded", None)
     if spec.page_size_bytes < size or (padded is None and spec.page_size_bytes != size):
@@ -297,9 +301,11 @@ def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
             f"a KV block of {where} has {spec.page_size_bytes} bytes, its keys and values {size}; "
             f"kvferry's connector stores keys and values alone: {_TIER}"
         )
+    total = 1 if kind in _MLA else _total_heads(spec.num_kv_heads, number, model, tp)
     return KVGroup(
         num_layers=1,
-        num_kv_heads=1 if kind in _MLA else _total_heads(heads, number, model, tp),
+        # Nothing divides a halved page, so all that a rank holds counts as one head.
+        num_kv_heads=total // spec.num_kv_heads if is_halved else total,
         content_size=content,
         dtype=dtype,
         block_size=0,
@@ -309,7 +315,9 @@ def _kind_of(name: str, number: int, spec: Any, model: Any, tp: int) -> KVGroup:
 def _content_of(spec: Any, where: str) -> tuple[int, str]:
     """Return how many elements a token and head has, and of which dtype: bytes, if scales stand
     among the values."""
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    mode = _mode_of(spec)
+    if _is_halved(spec):
+        return spec.num_head_slots * spec.state_content_bytes, "uint8"
     # Other modes have scales elsewhere in the blocks or beside them, or belong to one platform.
     if mode not in ("NONE", "FP8_PER_TENSOR", *_SCALED):
         raise ConfigError(
@@ -341,6 +349,24 @@ def _content_of(spec: Any, where: str) -> tuple[int, str]:
             f"tokens and {sizes[0] * spec.dtype.itemsize} bytes; {_TIER}"
         )
     return int(content), "uint8"
+
+
+def _mode_of(spec: Any) -> str:
+    return str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))
+
+
+def _is_halved(spec: Any) -> bool:
+    """Whether each page of a rank has all keys, their scales, all values, and theirs."""
+    slots, row = getattr(spec, "num_head_slots", None), getattr(spec, "state_content_bytes", None)
+    is_known = slots == 2 * getattr(spec, "num_kv_heads", 0) and row is not None
+    is_of_bytes = is_known and spec.dtype.itemsize == 1 and _tokens_per_row(spec) == 1
+    return _mode_of(spec) == "NVFP4" and is_of_bytes and type(spec).__name__ not in _MLA
+
+
+def _order_of_heads(kv_cache_config: Any) -> str:
+    """Return which of heads (H), tokens (N) and content (C) lie outermost in a block; "" if the
+    host does not say."""
+    return str(getattr(kv_cache_config, "kv_cache_layout", None) or "").strip("LB")
 
 
 def _tokens_per_row(spec: Any) -> Any:
@@ -389,27 +415,35 @@ def _table_window(spec: Any) -> int | None:
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
-def _whole_blocks(spec: Any, module: Any, platform: str) -> str | None:
+def _whole_blocks(spec: Any, module: Any, platform: str, order: str) -> str | None:
     """Say how the blocks of a layer lie, if not token by token; None if they do.
 
     The indexer of sparse attention keeps all keys of a block before all scales, in another order on
     each platform; latents of bytes without a mode may do the same. So may backends that are not
     known. (On a CPU, the kernels decide: see `spec.engine_spec`.) Rows for several tokens cannot be
-    divided by tokens.
+    divided by tokens, nor can pages that keep scales apart.
     """
-    is_compressed = _tokens_per_row(spec) != 1
-    if platform == "cpu" and not is_compressed:
+    is_compressed, is_halved = _tokens_per_row(spec) != 1, _is_halved(spec)
+    if platform == "cpu" and not is_compressed and not is_halved:
         return None
     ask = getattr(module, "get_attn_backend", None)
     backend = None if ask is None else str(ask().__name__)
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    mode = _mode_of(spec)
     role = getattr(getattr(spec, "cache_role", None), "name", None)
     of_bytes = str(spec.dtype).endswith("int8") and mode == "NONE"
     by_token = backend is None or _BY_TOKEN.fullmatch(backend) is not None
     is_latent = type(spec).__name__ in _MLA
+    where = f"{backend or role} of {spec.block_size} tokens on {platform}"
+    if is_halved and not order:
+        raise ConfigError(
+            f"this vLLM does not say in which order heads and tokens lie, on which blocks of "
+            f"{mode} depend; set another --kv-cache-dtype, or {_TIER}"
+        )
+    if is_halved:
+        return f"{where}, as {order}"
     if by_token and role != "INDEXER" and not is_compressed and not (of_bytes and is_latent):
         return None
-    return f"{backend or role} of {spec.block_size} tokens on {platform}"
+    return where
 
 
 # --- kv heads of all ranks ------------------------------------------------------------------------

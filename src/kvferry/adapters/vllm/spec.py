@@ -343,12 +343,14 @@ def layer_views(
 
 
 def _as_if_by_token(tensor: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """Return a view that gives each token an equal part of its block, if there is a row for several
-    tokens. Such blocks are stored whole."""
+    """Return a view that gives each token an equal part of its block, if a row is not one token of
+    one head. Such blocks are stored whole."""
     blocks, heads, rows, size = tensor.shape if tensor.dim() == 4 else (0, 0, 0, 0)
     content = layer.kind.content_size
-    is_of_rows = heads == 1 and size * rows == content * layer.block_size and size != content
-    if not is_of_rows or tensor.stride()[2:] != (size, 1):
+    is_of_rows = heads * size * rows == content * layer.block_size and size != content
+    dense = (rows * size, size, 1), (size, heads * size, 1)
+    is_dense = heads == 1 and tensor.stride()[2:] == (size, 1)
+    if not is_of_rows or not (is_dense or tensor.stride()[1:] in dense):
         return tensor  # as it is, or refused when it is registered
     strides = (tensor.stride(0), layer.block_size * content, content, 1)
     return tensor.as_strided((blocks, 1, layer.block_size, content), strides)
