@@ -8,6 +8,7 @@ Freed blocks are filled with garbage. A forward on anything but the right state 
 
 from __future__ import annotations
 
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -167,6 +168,7 @@ class StatefulHost:
         *,
         num_blocks: int = 200,
         clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
         **options: Any,
     ) -> None:
         self.observer = Counters()
@@ -186,7 +188,7 @@ class StatefulHost:
         assert self.caches[0].wait_ready(30)
         for cache in self.caches:
             cache.context = replace(cache.context, clock=clock)
-        self.role: CacheScheduler = self.caches[0].scheduler()
+        self.role: CacheScheduler = self.caches[0].scheduler(draw=draw)
         self.scheduler = GuardedScheduler(
             self.role, self.observer, block_size=BLOCK, strict=True, checks_host=False
         )

@@ -73,6 +73,7 @@ def decide(
     taken: int = 0,
     wanted: dict[str, Any] | None = None,
     slots: int = SLOTS,
+    audits_own: bool = False,
 ) -> Decision:
     keys = [ChunkKey(number.to_bytes(32)) for number in range(len(word))]
     first = local // CHUNK
@@ -81,9 +82,8 @@ def decide(
         chunk._replace(state=LETTERS[states[number // 2]] if number % 2 else "")
         for number, chunk in enumerate(survey.chunks, first)
     ]
-    asked = Ask(
-        Wanted(keys, began_at=NOW - 10, **(wanted or {})), CHUNK * len(word) + 1, local, NOW, state
-    )
+    sought = Wanted(keys, began_at=NOW - 10, **(wanted or {}))
+    asked = Ask(sought, CHUNK * len(word) + 1, local, NOW, state, audits_own=audits_own)
     return make_lookup().decide(survey._replace(chunks=chunks, num_slots=slots), asked)
 
 
@@ -169,3 +169,43 @@ def test_chunks_that_another_engine_brings_are_fetched_before_their_state_is_kno
     assert isinstance(act, Wait)
     assert act.hit is not None
     assert (act.brings, act.hit.state, act.hit.num_parts) == (range(2), None, 0)
+
+
+AUDITED = {
+    "its last chunk, on the state before": ("HHHHHH", "HHH", {}, 5, 32),
+    "its last chunk, on a state long before": ("HHHHHH", "H.H", {}, 5, 16),
+    "its last chunk, on what is computed": ("HHHHHH", "..H", {}, 5, 0),
+    "its last chunk, on what the host has": ("HHHHHH", "H.H", {"local": 16}, 5, 16),
+    "its first chunk": ("HHHHHH", "HHH", {"place": 0.1}, 0, 0),
+    "the chunk behind it, at no cost": ("HHHHHH", ".H.", {}, 4, 32),
+    "that chunk of a block that is not whole": ("HHHHHL", "HH.", {}, 4, 32),
+    "before what was computed here": ("HHHHOH", "HH.", {}, 3, 16),
+    "also what was computed here": ("HHHHOH", "HH.", {"audits_own": True}, 4, 32),
+    "its first chunk, although KV is behind it": ("HHHHHH", "HH.", {"place": 0.1}, 0, 0),
+}
+"""The prompt, its states, the look-up; the chunk that is compared, and where the hit ends."""
+
+
+@pytest.mark.parametrize("case", AUDITED)
+def test_what_is_compared_of_a_hit_is_computed_on_the_state_that_is_loaded(case):
+    word, states, how, audited, stop = AUDITED[case]
+    more = {name: value for name, value in how.items() if name != "place"}
+    act = decide(word, states, wanted={"place": how.get("place", 0.9)}, **more).act
+    assert isinstance(act, Promise)
+    assert (act.hit.audited, act.hit.stop) == (audited, stop)
+    is_loaded = stop > how.get("local", 0)
+    assert act.hit.state == (stop // CHUNK - 1 if is_loaded else None)
+    assert act.hit.numbers[-1] == audited
+    assert act.hit.is_shortened == (audited < act.hit.whole.stop)
+
+
+def test_the_chunk_to_compare_is_fetched_with_the_hit():
+    act = decide("HHHHSS", ".H.", wanted={"place": 0.9}).act
+    assert isinstance(act, Fetch)
+    assert (act.hit.stop, act.hit.audited, act.hit.numbers) == (32, 4, range(5))
+
+
+def test_a_hit_that_is_to_be_compared_may_still_come():
+    act = decide("SSLLLL", "H..", wanted={"plan": PLAN, "place": 0.9}).act
+    assert isinstance(act, Wait)
+    assert (act.brings, act.hit and act.hit.state) == (range(2), None)

@@ -27,6 +27,10 @@ ALL = {"search", "load", "audit", "saves", "turn"}
 EVENTS: dict[str, tuple[Callable[[Request], None], set[str]]] = {
     "grow": (lambda request: request.grow(*OF), {"load", "audit", "turn"}),
     "admit": (lambda request: request.admit(), {"search"}),
+    "admit, its async load being over": (
+        lambda request: (request.end_search(), request.admit()),
+        {"audit"},
+    ),
     "admit_uncached": (lambda request: request.admit_uncached(ANSWER), ALL),
     "become_cacheable": (lambda request: request.become_cacheable(), ALL - {"turn"}),
     "lose_blocks": (

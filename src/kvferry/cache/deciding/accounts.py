@@ -79,9 +79,10 @@ class Accounts:
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
         missed, why, kind = search.miss or ABSENT
-        if search.hit is not None and search.hit.audit is not None:
+        hit = search.hit
+        if hit is not None and hit.audit is not None and hit.is_shortened:
             missed = missed if search.miss else LookupMiss.AUDIT  # what follows the audited chunk
-            audited = min(limit, search.hit.audit.record.first_token + self._chunk)
+            audited = min(limit, hit.audit.record.first_token + self._chunk)
             misses[LookupMiss.AUDIT] += audited - stop
             stop = audited
         misses[missed] += limit - stop

@@ -395,12 +395,15 @@ class Lookup:
         later records were computed on it, they agree with each other and the end shows nothing. So
         one in n hits of n chunks is compared at its start, which costs one chunk more on average.
         Chunks that this engine saved itself are passed over, but not in hits sampled at the rate of
-        the option `audit`.
+        the option `audit`. Behind a state, the next chunk costs nothing if its KV is known: it is
+        computed anyway, on the state that is loaded.
         """
         place = ask.wanted.place
         if place is None:
             return None
         from_front = place * len(whole) < 1
+        if self._states is not None and not from_front and whole.stop < survey.num_known:
+            whole = range(whole.start, whole.stop + 1)
         for number in whole if from_front else reversed(whole):
             if ask.audits_own or not survey.is_own(number):
                 return number

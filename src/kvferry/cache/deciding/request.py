@@ -92,13 +92,15 @@ class Request:
         self._wait_no_more()
 
     def admit(self) -> None:
-        """The host gave it blocks. What was decided for its earlier ones is over. Nothing is saved
-        until `save` says so: if its load cannot be planned, it computes on unfilled blocks."""
+        """The host gave it blocks. What was decided for its earlier ones is over; without a look-up
+        before, it has those still, as when its async load has ended. Nothing is saved until `save`
+        says so: if its load cannot be planned, it computes on unfilled blocks."""
         self._wait_no_more()
         self.uncached = None
         self.is_saving = False
         self.drop_load()
-        self.drop_audit()
+        if self.search is not None:
+            self.drop_audit()
 
     def lose_blocks(self, *, is_admitted: bool) -> None:
         """The host took its blocks back: what it may have shared is its no more. If it is admitted

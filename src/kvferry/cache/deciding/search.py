@@ -63,6 +63,11 @@ class Hit(NamedTuple):
     num_parts: int = 0  # the slots that this state takes
 
     @property
+    def is_shortened(self) -> bool:
+        """Whether it ends before the chunk to compare, which it had else."""
+        return self.audited is not None and self.audited < self.whole.stop
+
+    @property
     def num_slots(self) -> int:
         """Number of slots that it needs; an audit needs one more for what the engine computes."""
         return len(self.numbers) + self.num_parts + (self.audited is not None)

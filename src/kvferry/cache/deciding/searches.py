@@ -116,8 +116,6 @@ class Searches:
         """Begin a search for the chunks of a prompt, of which the store was asked what it has.
         `most` tokens are loaded at most; the hit ends in none of `items`."""
         place, now = self._audits.draw(), self._clock()
-        if self._context.states is not None:
-            place = None  # by how much KV behind a loaded state may differ was not measured
         wanted = Wanted(keys.keys, plan, most, place, now, keys.mark, items)
         looks = Backoff(self._clock, FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
         return Search(Hold(self._pool), looks, wanted, Asking(asked_at + ASK_SECONDS))
@@ -145,7 +143,7 @@ class Searches:
         reason = None if miss is None else miss.reason
         if hit is None:
             return LookupResult(0, False, reason)
-        if hit.audit is not None:
+        if hit.is_shortened:
             reason = LookupMiss.AUDIT
         num_tokens = hit.stop - hit.start
         # A host moves states before a load that it waits for in the same step.

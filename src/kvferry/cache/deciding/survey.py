@@ -82,8 +82,10 @@ class Survey(NamedTuple):
         return self.chunks[number - self.first].what
 
     def state(self, number: int) -> str:
-        """What there is of the state behind a known chunk from `first` on."""
-        return self.chunks[number - self.first].state
+        """What there is of the state behind a chunk from `first` on; nothing, if that is not
+        known."""
+        number -= self.first
+        return self.chunks[number].state if number < len(self.chunks) else ""
 
     @property
     def is_state_asked(self) -> bool:
