@@ -30,6 +30,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.llm: Any = None
+        self.ranks: Any = None
         self.events: Any = None
         self.num_requests = 0
 
@@ -38,11 +39,7 @@ class Driver:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        if not gc.isenabled():
-            freeze()
-            replace_kernels_once()
-            fork_ranks()
-            gc.enable()
+        prepare()
         began = time.monotonic()
         arguments = dict(engine)
         if connector is not None:
@@ -51,6 +48,19 @@ class Driver:
             self.events = subscribe(arguments.pop("kv_events_endpoint"), arguments)
         self.llm = LLM(**arguments)
         return {"seconds": time.monotonic() - began}
+
+    def join(self, engine: Json, connector: Json) -> Json:
+        """Run the ranks of this machine for an engine that another machine starts, as `vllm serve
+        --headless` does. Answers when the engine has started."""
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        prepare()
+        arguments = EngineArgs(**engine, kv_transfer_config=KVTransferConfig(**connector))
+        config = arguments.create_engine_config(headless=True)
+        self.ranks = MultiprocExecutor(config, monitor_workers=False)
+        return {}
 
     def generate(self, requests: list[Json], *, together: bool, deadline: float) -> Json:
         """Run `requests`, one after the other or all at once.
@@ -193,6 +203,9 @@ class Driver:
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
+        if self.ranks is not None:
+            self.ranks.shutdown()
+            self.ranks = None
         release_closed_engines()
         freeze()  # what this engine imported
         return {"seconds": time.monotonic() - began}
@@ -267,6 +280,15 @@ def picture(seed: int) -> Any:
 
     pixels = np.random.RandomState(seed).randint(0, 255, (56, 56, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def prepare() -> None:
+    """Get ready for the first engine of this process."""
+    if not gc.isenabled():
+        freeze()
+        replace_kernels_once()
+        fork_ranks()
+        gc.enable()
 
 
 def keep_imports_frozen() -> None:

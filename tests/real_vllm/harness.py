@@ -275,20 +275,23 @@ class Process:
 
     def start(self, model: Path, connector: dict[str, Any] | None = None, **engine: Any) -> None:
         """Start an engine that runs until a `stop` or the end of the process."""
-        arguments = {
-            "model": str(model),
-            "skip_tokenizer_init": True,
-            "block_size": 128,
-            "kv_cache_memory_bytes": 128 << 20,  # small, since each engine writes every byte of it
-            "max_model_len": 1024,
-            "max_num_seqs": 8,
-            "max_logprobs": -1,
-            "disable_log_stats": False,
-            "seed": 0,
-        }
-        self.call(
-            "start", START_SECONDS, engine=arguments | DEVICE.engine | engine, connector=connector
-        )
+        self.call("start", START_SECONDS, engine=arguments_of(model, **engine), connector=connector)
+
+
+def arguments_of(model: Path, **engine: Any) -> dict[str, Any]:
+    """Return the arguments of an engine."""
+    common = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "block_size": 128,
+        "kv_cache_memory_bytes": 128 << 20,  # small, since each engine writes every byte of it
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_logprobs": -1,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    return common | DEVICE.engine | engine
 
 
 @dataclass
