@@ -441,7 +441,7 @@ def test_one_list_of_peers_serves_them_all_as_none_asks_itself(peers, tmp_path, 
     own, other = free_ports(2)
     serve = serve.format(port=own) + f"key_file={tmp_path / 'peers.key'}"
     host = peers(None, [own, other], tiers=True, serve=serve)
-    urls = [status.stat.url for status in host.parts[0].store.tiers()]
+    urls = [status.stat().url for status in host.parts[0].store.tiers()]
     assert (f"{LOCALHOST}:{own}" in str(urls)) is not is_sure
     assert f"{LOCALHOST}:{other}" in str(urls)
 

@@ -351,8 +351,9 @@ def _tier_gauges(store: Store, role: str) -> Gauges:
         place = f"{tier.name}/{role}/{tier.state}/{kind}/{because}"
         found[f"tier_since_seconds/{place}"] = tier.since
         if role == "scheduler":  # workers do not know all that it holds
-            found[f"store_records/{tier.name}"] = tier.stat.num_records
-            found[f"store_used_bytes/{tier.name}"] = tier.stat.used_bytes
-            if tier.stat.max_bytes is not None:
-                found[f"store_max_bytes/{tier.name}"] = tier.stat.max_bytes
+            stat = tier.stat()
+            found[f"store_records/{tier.name}"] = stat.num_records
+            found[f"store_used_bytes/{tier.name}"] = stat.used_bytes
+            if stat.max_bytes is not None:
+                found[f"store_max_bytes/{tier.name}"] = stat.max_bytes
     return found

@@ -112,7 +112,8 @@ class TierStatus(NamedTuple):
     """Seconds since the epoch."""
     because: Fault | None
     """Why the tier is not fully in use; None if it is."""
-    stat: StoreStat
+    stat: Callable[[], StoreStat]
+    """Counts its values; only when called, as each look-up that misses asks for `fault`."""
     fault: Fault | None = None
     """Why its values may not be found now: its state, or the error of its last call. None if its
     last call succeeded."""

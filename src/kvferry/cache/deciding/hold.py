@@ -56,5 +56,6 @@ class Hold:
 
     def release(self) -> None:
         """End all pins. Idempotent."""
-        before, self._slots = self._slots, []
-        self._pool.unpin_all(before)
+        if self._slots:
+            before, self._slots = self._slots, []
+            self._pool.unpin_all(before)

@@ -185,11 +185,11 @@ class Lookup:
             if worth is not None and chosen < known:
                 miss = Miss(LookupMiss.SLOWER, worth.why)
             stop = self._outside_items(ask, self.usable(chosen, end))
-            found = self._end_of_hit(survey, ask, stop)
-            if found < stop and stop > ask.num_local:
+            if stop > ask.num_local and (found := self._end_of_hit(survey, ask, stop)) < stop:
                 why = f"KV of {stop} tokens is here, a state after {found} of them"
                 miss, junction = Miss(LookupMiss.NO_STATE, why), stop
-            act = self._settle(survey, ask, stop, end, miss)
+            nothing = stop <= ask.num_local
+            act = Compute(miss) if nothing else self._settle(survey, ask, stop, end, miss)
         return Decision(act, came, worth, is_trial, junction)
 
     def is_choosing(self, ask: Ask) -> bool:
@@ -251,6 +251,8 @@ class Lookup:
         it, or the question that ends such a wait; None if it is not waited for. Also whether some
         that were awaited came."""
         plan, keys = ask.wanted.plan, ask.wanted.keys
+        if plan.num_chunks == 0:
+            return None, False
         stop = self.usable(plan.num_chunks, end)
         if stop <= ask.num_local:
             return None, False

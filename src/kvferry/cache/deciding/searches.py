@@ -262,7 +262,8 @@ class Searches:
             search.pinned.release()
         else:
             self._observer.observe("promise", self._clock() - search.wanted.began_at)
-        self._learn(search, before, late)
+        if search.fetched:
+            self._learn(search, before, late)
 
     def chunks(self, search: Search, start: int, stop: int) -> tuple[SlotChunk, ...]:
         """The chunks of a promised hit, or of a part of it, with their slots; and the parts of the
@@ -361,7 +362,7 @@ class Searches:
                 tokens = self._chunk * sum(each == slow for each in search.fetched.values())
                 self._policy.saw_slow_load(slow, tokens, self._clock() - before.since)
         loads: dict[str, tuple[int, float]] = {}
-        for slot in search.pinned if search.fetched else ():
+        for slot in search.pinned:
             tier = search.fetched.get(slot.key)
             if tier is not None:
                 tokens, seconds = loads.get(tier, (0, 0.0))

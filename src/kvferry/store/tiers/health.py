@@ -89,7 +89,7 @@ class Standing(NamedTuple):
 
 
 _MAX_TEXT = 120
-_UP = frozenset({State.UP, State.REFUSING})
+_UP = State.UP, State.REFUSING  # no set: to hash a member of an enum takes longer
 
 
 def _shortened(fault: Fault | None) -> Fault | None:

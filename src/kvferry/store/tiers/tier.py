@@ -249,10 +249,10 @@ class Tier:
 
     @property
     def status(self) -> TierStatus:
-        """State of the tier and counts of its store. Memory only."""
+        """State of the tier. Memory only."""
         state, since, because = self._health.standing
         since = time.time() - (self.clock() - since)
-        return TierStatus(self.name, state, since, because, self.stat(), self.fault)
+        return TierStatus(self.name, state, since, because, self.stat, self.fault)
 
     @property
     def fault(self) -> Fault | None:

@@ -414,9 +414,9 @@ class Engine:
                     raise Wrong("lent", f"{self.name} assigns slot {index} again while it is lent")
         self._check_ledger()
         for tier in self.parts[0].store.tiers() if self.has_quota else ():
-            most = tier.stat.max_bytes
-            if most is not None and tier.stat.used_bytes > most:
-                raise Wrong("quota", f"{tier.name} of {self.name}: {tier.stat}")
+            stat = tier.stat()
+            if stat.max_bytes is not None and stat.used_bytes > stat.max_bytes:
+                raise Wrong("quota", f"{tier.name} of {self.name}: {stat}")
 
     def _check_owners(self) -> None:
         """What the role keeps for a request fits what the host has done with it."""

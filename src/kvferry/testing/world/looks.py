@@ -95,7 +95,7 @@ def _check_liveness(world: World, engine: Engine) -> None:
         world.happened[f"fault {what}"] for what in ("flip", "cut")
     )  # another model is served there, or wrong records came: it stays away by design
     for tier in engine.parts[0].store.tiers():
-        may_be_away = is_peer(tier.stat.url) and is_peer_lost
+        may_be_away = is_peer(tier.stat().url) and is_peer_lost
         if engine.shape.mode is Mode.READ and tier.state == "refuses writes":
             continue  # nothing was written since
         if tier.state != "up" and not may_be_away:
