@@ -42,6 +42,7 @@ class SlowClient(DictClient):
     def __init__(self, values=None) -> None:
         super().__init__(values)
         self.held_back: dict[str, bytes] = {}
+        self.order: list[str] = []  # the keys of prompts in hex, as values are put in any order
         self.is_open = threading.Event()
 
     def put(self, name, buffers, deadline, *, replaces=False):
@@ -52,8 +53,14 @@ class SlowClient(DictClient):
 
     def release(self, count: int = 1000) -> None:
         """Let the first values appear, in the order of their chunks."""
-        for name in list(self.held_back)[:count]:
+        for name in self.in_order()[:count]:
             self.values[name] = self.held_back.pop(name)
+
+    def in_order(self) -> list[str]:
+        """The names that are held back, in the order of their chunks; those of no prefill last."""
+        place = {key: at for at, key in enumerate(self.order)}
+        last = len(place)
+        return sorted(self.held_back, key=lambda name: place.get(name.rpartition("/")[2], last))
 
 
 @pytest.fixture
@@ -68,7 +75,9 @@ def make_engine(make_host):
     def make(client, clock=None, **options):
         clock = clock or FakeClock()
         store = RemoteStore("memory://server", client, clock=clock)
-        return make_host(store=store, clock=clock, **options)
+        host = make_host(store=store, clock=clock, **options)
+        host.client = client
+        return host
 
     return make
 
@@ -78,6 +87,10 @@ def prefill(host, prompt=PROMPT, params=ASKED, *, settles=True, name="prefill"):
     request = host.admitted(name, prompt, handover=read_handover(params))
     host.prefill(request)
     request.all_token_ids.append(7)
+    client = getattr(host, "client", None)
+    if isinstance(client, SlowClient):
+        keys = host.scheduler.requests.by_id[name].keys.keys
+        client.order += [key.hex() for key in keys]
     answer = host.finish(request)
     if settles:
         host.settle()
@@ -416,7 +429,7 @@ def test_a_request_that_was_preempted_does_not_wait_once_more(make_engine):
 def test_progress_counts_behind_what_only_this_engine_has(make_engine):
     """The first chunk was evicted from the store; the others come one by one."""
     awaited = Awaited(make_engine, num_local_tokens=CHUNK)
-    awaited.client.held_back.pop(next(iter(awaited.client.held_back)))
+    awaited.client.held_back.pop(awaited.client.in_order()[0])
     awaited.come_late(3)
     awaited.come()
     assert awaited.host.admit(awaited.request, num_local_tokens=CHUNK) == 32

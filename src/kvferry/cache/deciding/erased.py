@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
 
+from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.request import Request
-from kvferry.keys import ChunkKeys
+from kvferry.cache.deciding.requests import Requests
 from kvferry.store.base import Store, Value
-from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace, names_in
+from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace, names_in, names_of
+
+logger = logging.getLogger(__name__)
 
 
 class Erased:
-    """The names that a store heard of, and how many of them the scheduler role has heeded. Memory
-    only.
+    """Drops what commands erased. Memory only.
 
     Runs in: scheduler thread, but for `covers`.
+
+    Args:
+        store: hears what is erased.
+        requests, pool: those of the role.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, requests: Requests, pool: HostPool) -> None:
         self._store = store
-        self._num_heeded = 0
+        self._requests = requests
+        self._pool = pool
+        self._num_heeded = 0  # of the names that the store heard of
 
-    def pending(self) -> Sequence[str]:
-        """The names that were not heeded yet; commonly none."""
-        return self._store.erased_since(self._num_heeded)
-
-    def heeded(self, names: Collection[str]) -> None:
-        self._num_heeded += len(names)
+    def heed(self) -> None:
+        """Drop what was erased since the last call: from memory, and of live requests what is still
+        to be saved. What a live request was promised is loaded; no other finds it."""
+        pending = self._store.erased_since(self._num_heeded)
+        if not pending:
+            return
+        names = frozenset(pending)
+        namespace = self._requests.namespace
+        for request in self._requests.by_id.values():
+            if _is_of(names, namespace, request):
+                request.erase()
+        self._pool.erase(
+            lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark))
+        )
+        self._num_heeded += len(pending)
+        logger.info("dropped from memory what a command erased (%d names)", len(names))
 
     def covers(self, value: Value) -> bool:
-        """Whether a record was erased, and the scheduler role has not dropped it yet, as in an
-        engine without requests. Any thread."""
-        names = self.pending()
+        """Whether a record was erased, and is not dropped yet, as in an engine without requests.
+        Any thread."""
+        names = self._store.erased_since(self._num_heeded)
         return bool(names) and not set(names).isdisjoint(names_in(value))
 
 
-def is_of_request(names: frozenset[str], namespace: bytes, request: Request) -> bool:
+def _is_of(names: frozenset[str], namespace: bytes, request: Request) -> bool:
     """Whether one of the names is that of a request's namespace, salt or chunk."""
-    keys: ChunkKeys = request.keys
+    keys = request.keys
     if not names.isdisjoint((name_of_namespace(namespace), name_of_mark(keys.mark))):
         return True
     return any(name_of_key(key) in names for key in keys.keys)

@@ -21,7 +21,7 @@ from typing import Any
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Accounts, Announcer, explained, not_cached
 from kvferry.cache.deciding.audits import Audits
-from kvferry.cache.deciding.erased import Erased, is_of_request
+from kvferry.cache.deciding.erased import Erased
 from kvferry.cache.deciding.handovers import Handovers
 from kvferry.cache.deciding.hold import Hold
 from kvferry.cache.deciding.host_pool import HostPool, Slot
@@ -61,7 +61,6 @@ from kvferry.journal import Journal
 from kvferry.network import join_host
 from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
-from kvferry.store.erasures import names_of
 from kvferry.types import BlockTable, RequestView, ScheduledRequest, StepView, SupportsJunction
 
 logger = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ class CacheScheduler(SchedulerRole):
         self._handovers = Handovers(context, self.requests, self.saves, patience)
         self._accounts = Accounts(context, schema, journal)
         self._plan_numbers = count(1)
-        self._erased = Erased(context.store)
+        self._erased = Erased(context.store, self.requests, pool)
         pool.loans.is_erased = self._erased.covers
         self._has_looked_up = False  # in this step
         self._reads, self._writes = Mode.READ in spec.mode, Mode.WRITE in spec.mode
@@ -231,7 +230,7 @@ class CacheScheduler(SchedulerRole):
     def lookup(self, view: RequestView, num_local_tokens: int) -> LookupResult:
         self._follow_identity()
         if not self._has_looked_up:  # before any hit of this step is promised
-            self._heed_erased()
+            self._erased.heed()
             self._has_looked_up = True
         refusal = self._refusal(view)
         if refusal is not None:
@@ -317,28 +316,13 @@ class CacheScheduler(SchedulerRole):
             yield from request.holds()
         yield from self.audits.holds()
 
-    def _heed_erased(self) -> None:
-        """Drop what commands erased: from memory, and of live requests what is still to be saved.
-        What a live request was promised is loaded; nobody else finds it."""
-        pending = self._erased.pending()
-        if not pending:
-            return
-        names = frozenset(pending)
-        namespace = self.requests.namespace
-        for request in self.requests.by_id.values():
-            if is_of_request(names, namespace, request):
-                request.erase()
-        self.pool.erase(lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark)))
-        self._erased.heeded(pending)
-        logger.info("dropped from memory what a command erased (%d names)", len(names))
-
     @leaves_no_pin
     def build_plan(self, step: StepView) -> Plan:
         try:
             if self.identity.state is not self._state:  # asked twice, as every step comes here
                 self._follow_identity()
             self._has_looked_up = False
-            self._heed_erased()
+            self._erased.heed()
             if step.preempted_request_ids:
                 self._preempt(step)
             return self._plan(step)
