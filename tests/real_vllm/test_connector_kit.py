@@ -86,6 +86,32 @@ def test_bugs_of_public_connectors_are_found_over_vllms_scheduler(name, kept, br
         assert runner.host.startswith("vLLM 0.32")
 
 
+STATES = [  # kept, broken, how
+    ("PlainStates", ["states", "states-in-a-full-pool"], None, ""),
+    ("LoadsStatesWithinTheStep", [], "states", "wrong"),
+    ("FillsTheLastBlockToo", ["states"], "states-in-a-full-pool", "engine dead"),
+    ("FillsTheLastBlockAlone", [], "states", "wrong"),
+    ("SavesStatesByPosition", ["states"], "states-in-a-full-pool", "wrong"),
+    ("SavesOffersAStepLate", ["states"], "states-in-a-full-pool", "wrong"),
+    ("LoadsStatesOfABlockMore", [], "states", "wrong"),
+]
+
+
+@pytest.mark.parametrize(("name", "kept", "broken", "verdict"), STATES)
+def test_a_connector_that_moves_states_is_found_right_and_its_bugs_are_found(
+    name, kept, broken, verdict
+):
+    target = Target("tests.testing.plain_states", name, {"path": "{dir}"})
+    with Runner(target, limits=Limits(part=300.0, patience=14.0)) as runner:
+        rule = {rule.name: rule for rule in RULES}
+        for case in kept:
+            assert runner.run_case(rule[case]).verdict == "right"
+        if broken is not None:
+            outcome = runner.run_case(rule[broken])
+            assert outcome.verdict == verdict, outcome
+            assert verdict != "wrong" or "the state behind" in outcome.detail
+
+
 @pytest.mark.timeout(900)
 def test_vllms_example_connector_has_known_defects_and_shows_them_the_same_twice():
     rules = [rule for rule in RULES if rule.name in DEFECTS.values()]

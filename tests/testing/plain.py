@@ -45,6 +45,7 @@ class Plain(KVConnectorBase_V1):
     """See the module. `loads_async`: loads span steps."""
 
     loads_async = False
+    group = 0  # of the block table
 
     def __init__(self, vllm_config, role, kv_cache_config=None):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -102,7 +103,7 @@ class Plain(KVConnectorBase_V1):
         known = self.known.setdefault(request.request_id, Known(request))
         if num_external_tokens:
             first, last = self.range(known.local, num_external_tokens)
-            (table,) = blocks.get_block_ids()
+            table = blocks.get_block_ids()[self.group]
             keys = self.keys(request, request.num_tokens)
             pairs = zip(table[first:last], keys[first:last], strict=True)
             self.loads[request.request_id] = list(pairs)
@@ -114,14 +115,13 @@ class Plain(KVConnectorBase_V1):
         moves = Moves(loads=self.loads)
         self.loads = {}
         for new in scheduler_output.scheduled_new_reqs:
-            self.known[new.req_id].table = list(new.block_ids[0])
+            self.known[new.req_id].table = list(new.block_ids[self.group])
             self.save(new.req_id, new.num_computed_tokens, scheduler_output, moves)
         cached = scheduler_output.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             added = cached.new_block_ids[i]
-            self.grow(
-                self.known[name], name in cached.resumed_req_ids, list(added[0] if added else ())
-            )
+            more = list(added[self.group] if added else ())
+            self.grow(self.known[name], name in cached.resumed_req_ids, more)
             self.save(name, cached.num_computed_tokens[i], scheduler_output, moves)
         # A plan of two steps ago has been carried out.
         if len(self.plans) > 1:
@@ -170,6 +170,10 @@ class Plain(KVConnectorBase_V1):
             if not self.read(block, key):
                 self.bad_blocks.add(block)
 
+    def tensors(self, key: str) -> list[torch.Tensor]:
+        """Of the layers that are stored under a key."""
+        return list(self.kv.values())
+
     def path(self, key: str) -> Path:
         return self.directory / f"{key}-{self.root}-{self.rank}"
 
@@ -179,10 +183,10 @@ class Plain(KVConnectorBase_V1):
         except OSError:
             return False
         checksum, content = stored[:CHECKSUM], stored[CHECKSUM:]
-        size = sum(kv[block].nbytes for kv in self.kv.values())
+        size = sum(kv[block].nbytes for kv in self.tensors(key))
         if len(content) != size or blake2b(content, digest_size=CHECKSUM).digest() != checksum:
             return False
-        for kv in self.kv.values():
+        for kv in self.tensors(key):
             part, content = content[: kv[block].nbytes], content[kv[block].nbytes :]
             values = torch.frombuffer(bytearray(part), dtype=kv.dtype)
             kv[block] = values.view(kv[block].shape)
@@ -200,7 +204,7 @@ class Plain(KVConnectorBase_V1):
 
     def write(self, block: int, key: str) -> None:
         parts = [
-            kv[block].contiguous().view(torch.uint8).numpy().tobytes() for kv in self.kv.values()
+            kv[block].contiguous().view(torch.uint8).numpy().tobytes() for kv in self.tensors(key)
         ]
         content = b"".join(parts)
         with suppress(OSError):

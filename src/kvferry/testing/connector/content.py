@@ -25,6 +25,12 @@ _MARKS = {
     -3.0: "KV computed from wrong KV",
 }
 UNWRITTEN, EMPTIED, SPOILED = _MARKS
+STATE = 0
+"""The window of a layer that sees no tokens, but a state that follows from all of them: a short
+convolution, as LFM2 has it. A block holds the state behind its last token, or behind the last token
+of its request."""
+STATE_SHAPE = (2, 2 * HEADS * HEAD_DIM)
+"""Taps and channels of such a state, on all ranks."""
 
 
 class Item(NamedTuple):
@@ -77,7 +83,8 @@ class Setup:
     attention_metadata: bool = True
     late_rank: int = 0  # steps by which the last rank's reports of ended transfers come later
     dtype: str = "float32"
-    windows: tuple[int | None, ...] = (None,) * LAYERS  # by layer: tokens that it sees; None: all
+    # By layer: tokens that it sees; None: all; `STATE`: it keeps a state instead.
+    windows: tuple[int | None, ...] = (None,) * LAYERS
 
     @property
     def groups(self) -> dict[int | None, list[int]]:
@@ -140,7 +147,7 @@ class Part(NamedTuple):
 
 class Memory:
     """The KV tensors of one rank, `[blocks, heads, tokens, content]` per layer, and a copy of what
-    they hold where no connector may write."""
+    they hold where no connector may write. Layers with states have blocks of the same size."""
 
     def __init__(self, setup: Setup, rank: int, *, keys_across: bool) -> None:
         """`keys_across`: keys of a block are transposed, then come the values, as vLLM's CPU
@@ -158,27 +165,63 @@ class Memory:
         factors = torch.randint(1, 1 << 30, (LAYERS, HEADS, _CONTENT), generator=source)
         self._factors = factors[:, rank * heads : (rank + 1) * heads]
         tokens, numbers = torch.arange(self._size)[:, None], torch.arange(_CONTENT)
+        taps, channels = STATE_SHAPE
+        states = torch.randint(1, 1 << 30, (LAYERS, taps, channels), generator=source)
+        share = channels // setup.ranks
+        self._state_factors = states[:, :, rank * share : (rank + 1) * share].flatten(1)
         self._place = tokens * _CONTENT + numbers  # in a block and head
         if keys_across:
             values = self._size * HEAD_DIM + tokens * HEAD_DIM + numbers - HEAD_DIM
             self._place = torch.where(numbers < HEAD_DIM, numbers * self._size + tokens, values)
+
+    def shown(self) -> dict[str, torch.Tensor]:
+        """The tensors as a connector gets them: states are bytes, as vLLM registers them."""
+        recurrent = [LAYER_NAMES[layer] for layer in self._groups.get(STATE, ())]
+        pages = {name: self.tensors[name].flatten(1).view(torch.int8) for name in recurrent}
+        return {**self.tensors, **{name: page[:, None, None] for name, page in pages.items()}}
 
     def content(self, layer: int, seeds: Sequence[int]) -> torch.Tensor:
         """The right KV of tokens with these seeds, `[tokens, heads, content]`."""
         numbers = torch.tensor(seeds, dtype=torch.int64)[:, None, None] * self._factors[layer]
         return (numbers % _PRIME % self._modulus).to(self._dtype)
 
+    def state(self, layer: int, seeds: Sequence[int]) -> torch.Tensor:
+        """The right states behind tokens with these seeds, `[tokens, numbers]`."""
+        numbers = torch.tensor(seeds, dtype=torch.int64)[:, None] * self._state_factors[layer]
+        return (numbers % _PRIME % self._modulus).to(self._dtype)
+
+    def carry_states(self, parts: Iterable[Part]) -> None:
+        """Copy the states that parts go on from to the blocks that are theirs from now on, as a
+        model runner does before loads begin."""
+        for row, start, stop in parts:
+            for layer in self._groups.get(STATE, ()) if start else ():
+                for tensors in (self.tensors, self._true):
+                    old = self._state_in(tensors, layer, row, start).clone()
+                    self._state_in(tensors, layer, row, stop).copy_(old)
+
     def compute(self, layer: int, part: Part, *, spoiled: bool) -> None:
-        """Write the KV of the part's tokens; if `spoiled`, numbers that no check accepts."""
-        values = self.content(layer, part.row.seeds(part.stop)[part.start :])
-        where = self._slots(self._table(layer, part.row)[1], part.start, part.stop)
-        for tensor in (self.tensors[LAYER_NAMES[layer]], self._true[LAYER_NAMES[layer]]):
-            tensor.flatten(2)[where] = torch.full_like(values, SPOILED) if spoiled else values
+        """Write the KV of the part's tokens, or the state behind them; if `spoiled`, numbers that
+        no check accepts."""
+        row, start, stop = part
+        seeds, (window, table) = row.seeds(stop), self._table(layer, row)
+        if window == STATE:
+            right = self.state(layer, seeds[-1:])[0]
+        else:
+            right = self.content(layer, seeds[start:])
+        written = torch.full_like(right, SPOILED) if spoiled else right
+        for tensors in (self.tensors, self._true):
+            if window == STATE:
+                self._state_in(tensors, layer, row, stop).copy_(written)
+            else:
+                where = self._slots(table, start, stop)
+                tensors[LAYER_NAMES[layer]].flatten(2)[where] = written
 
     def attend(self, layer: int, part: Part, rows: Iterable[Row]) -> list[str]:
         """Read what the part's first token attends to in a layer. Return what is wrong; `rows`
         explain it."""
         window, table = self._table(layer, part.row)
+        if window == STATE:
+            return self._recall(layer, part, rows) if part.start else []
         first = 0 if window is None else max(0, part.start - window + 1)
         found = self.tensors[LAYER_NAMES[layer]].flatten(2)[self._slots(table, first, part.start)]
         right = self.content(layer, part.row.seeds(part.start)[first:])
@@ -189,16 +232,35 @@ class Memory:
             for at, head in (found != right).any(-1).nonzero().tolist()
         ]
 
-    def _explain(self, layer: int, head: int, found: torch.Tensor, rows: Iterable[Row]) -> str:
+    def _recall(self, layer: int, part: Part, rows: Iterable[Row]) -> list[str]:
+        """Read the state that a part goes on from, in the block that the part will leave its own
+        in. Return what is wrong."""
+        row, start, stop = part
+        right = self.state(layer, row.seeds(start)[-1:])[0]
+        found = self._state_in(self.tensors, layer, row, stop)
+        if torch.equal(found, right):
+            return []
+        rank = f", rank {self.rank}" if self.rank else ""
+        holds = self._explain(layer, None, found, rows)
+        return [f"{row.ask.name}, the state behind token {start - 1}, layer {layer}{rank}: {holds}"]
+
+    def _explain(
+        self, layer: int, head: int | None, found: torch.Tensor, rows: Iterable[Row]
+    ) -> str:
+        """What `found` is; `head` is None for a state."""
         for value, what in _MARKS.items():
             if bool((found == value).all()):
                 return what
         for row in rows:
-            right = self.content(layer, row.seeds(len(row.tokens)))[:, head]
+            seeds = row.seeds(len(row.tokens))
+            if head is None:
+                kind, right = "state behind", self.state(layer, seeds)
+            else:
+                kind, right = "KV of", self.content(layer, seeds)[:, head]
             same = (right == found).all(-1).nonzero().flatten()
             if len(same):
-                return f"the KV of token {int(same[0])} of {row.ask.name}"
-        return "no KV of this layer, head and engine"
+                return f"the {kind} token {int(same[0])} of {row.ask.name}"
+        return "no state of this layer" if head is None else "no KV of this layer, head and engine"
 
     def empty(self, blocks: Iterable[int]) -> None:
         """Overwrite blocks: the connector has promised to fill them, or they are others' now."""
@@ -227,6 +289,13 @@ class Memory:
         """The window of a layer, and a request's block table for it."""
         groups = zip(self._groups.items(), row.tables, strict=True)
         return next((window, table) for (window, layers), table in groups if layer in layers)
+
+    def _state_in(
+        self, tensors: dict[str, torch.Tensor], layer: int, row: Row, stop: int
+    ) -> torch.Tensor:
+        """Where the state behind the first `stop` tokens is, once the last of them is computed."""
+        block = self._table(layer, row)[1][(stop - 1) // self._size]
+        return tensors[LAYER_NAMES[layer]][block].flatten()[: self._state_factors.shape[1]]
 
     def _slots(self, table: list[int], start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Indices of the numbers `[tokens, heads, content]` in `[blocks, heads, numbers]`."""

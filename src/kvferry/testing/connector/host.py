@@ -23,7 +23,7 @@ import msgspec
 
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import Plan, WorkerOutput
-from kvferry.testing.connector.content import LAYER_NAMES, Ask, Memory, Part, Row, Setup
+from kvferry.testing.connector.content import LAYER_NAMES, STATE, Ask, Memory, Part, Row, Setup
 from kvferry.v1.driven import Release, V1WorkerRole
 
 IDLE_SECONDS = 0.002
@@ -85,7 +85,7 @@ class KitHost(ABC):
             roles = [V1WorkerRole(half, release=release) for half in self.worker_halves]
             for role, memory in zip(roles, self.memories, strict=True):
                 self._be_rank(memory.rank)
-                role.register_kv_caches(dict(memory.tensors))
+                role.register_kv_caches(memory.shown())
             said = [half.get_handshake_metadata() for half in self.worker_halves]
             if any(each is not None for each in said):
                 by_rank = {(0, rank): each for rank, each in enumerate(said)}
@@ -165,8 +165,11 @@ class KitHost(ABC):
         return self.setup.num_blocks - 1 - len(self.free_blocks())
 
     def is_loading(self) -> bool:
-        """Whether async loads are under way."""
-        return any(self._answers.get(name, (0, False))[1] for name in self.promised)
+        """Whether async loads are under way, or over and their requests not admitted yet."""
+        return any(
+            is_async and (name in self.promised or self.rows[name].reason is None)
+            for name, (_, is_async) in self._answers.items()
+        )
 
     def close(self) -> None:
         """Shut both halves of the connector down."""
@@ -220,7 +223,12 @@ class KitHost(ABC):
         if num_external:
             first, last = local // size, -(-(local + num_external) // size)
             tables = blocks.get_block_ids()
-            self.promised[name] = frozenset(b for t in tables for b in t[first:last]) - {0}
+            filled = [table[first:last] for table in tables]
+            if not is_async:
+                # The runner has copied states on when a load within the step begins.
+                groups = zip(tables, self.setup.groups, strict=True)
+                filled += [table[-1:] for table, window in groups if window == STATE]
+            self.promised[name] = frozenset(b for part in filled for b in part) - {0}
             for memory in self.memories:
                 memory.empty(self.promised[name])
             if is_async:
@@ -261,6 +269,7 @@ class KitHost(ABC):
             self._be_rank(memory.rank)
             memory.hide(self._hidden)
             driver.begin(pickle.loads(message))
+            memory.carry_states(parts)
             if not late:
                 driver.start_load()
             found += self._forward(memory, parts)
@@ -291,13 +300,15 @@ class KitHost(ABC):
         memory.empty(self.lost & self.free_blocks())
         driver, found = self._drivers[memory.rank], list[str]()
         for layer, name in enumerate(LAYER_NAMES if parts else ()):
-            if self._has_hooks:
+            # VLLM calls them around attention alone.
+            has_hooks = self._has_hooks and self.setup.windows[layer] != STATE
+            if has_hooks:
                 driver.wait_for_layer_load(name)
             for part in parts:
                 bad = memory.attend(layer, part, self.rows.values())
                 found += bad
                 memory.compute(layer, part, spoiled=bool(bad))
-            if self._has_hooks:
+            if has_hooks:
                 driver.save_layer(name, memory.tensors[name], SimpleNamespace())
             self.after_layer()
         return found

@@ -21,6 +21,8 @@ from kvferry.testing.connector.content import (
     HEAD_DIM,
     HEADS,
     LAYERS,
+    STATE,
+    STATE_SHAPE,
     Ask,
     LoraAdapter,
     Row,
@@ -35,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dtype": {"torch_dtype": "bfloat16"},
     "windows": {"sliding_window": 40},
     "narrow": {"sliding_window": 24},
+    "states": {"sliding_window": STATE},
 }
 """What each model has of its own, besides its weights. A window is that of the first layer."""
 MODEL = "model"
@@ -61,7 +64,12 @@ def write_model(path: Path, name: str) -> None:
         "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "vocab_size": 320,
         "max_position_embeddings": 2_048, "rope_theta": 10_000.0, "torch_dtype": "float32",
     }  # fmt: skip
-    if "sliding_window" in own:
+    if own.get("sliding_window") == STATE:
+        layers = ["conv"] + ["full_attention"] * (LAYERS - 1)
+        config |= {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"}
+        config |= {"layer_types": layers, "conv_L_cache": 1 + STATE_SHAPE[0]}
+        own = {}
+    elif "sliding_window" in own:
         layers = ["sliding_attention"] + ["full_attention"] * (LAYERS - 1)
         config |= {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
         config |= {"layer_types": layers}

@@ -105,6 +105,33 @@ def _short_prompts(lab: Lab) -> None:
         lab.expect_none(lab.ask(count), f"a prompt of {count} tokens")
 
 
+def _states(lab: Lab) -> None:
+    lab.start(model="states")
+    for count in (69, 33, 48, 17):
+        ask = lab.store_prompt(lab.ask(count))
+        lab.serve(lab.again(ask))  # by a hit of the engine's own, in blocks that a load has filled
+
+
+def _states_in_a_full_pool(lab: Lab) -> None:
+    lab.start(model="states", num_blocks=22, budget=48)
+    asks = [lab.ask(count, max_tokens=30) for count in (69, 85, 53, 101)]
+    for _ in range(3):
+        lab.serve(*asks)
+        lab.forget()
+        asks = [lab.again(ask) for ask in asks]
+    for ask in asks:
+        lab.expect(lab.again(ask), (len(ask.tokens) - 1) // 16 * 16)
+
+
+def _states_of_a_junction(lab: Lab) -> None:
+    lab.start(model="states")
+    shared = lab.tokens(40)
+    for count in (40, 30, 20):
+        lab.serve(lab.ask(shared + lab.tokens(count)))
+        lab.forget()
+    lab.serve(lab.ask(shared[:35]), lab.ask(shared[:20] + lab.tokens(40)))
+
+
 TABLE: Table = (
     ("starts", "Both halves start, and shut down. [base.py]", stored()),
     ("reuse", "An engine reuses the whole blocks of a prompt that it stored. [base.py]",
@@ -122,6 +149,20 @@ TABLE: Table = (
      restarted({"ranks": 2}, {"ranks": 2}, must=True)),
     ("two_groups", "Layers with a window and layers without are reused together. [base.py, "
      "SupportsHMA]", stored(101, 69, model="windows", budget=64)),
+    ("states", "The state of a recurrent layer is reused with the KV before it. A load that begins "
+     "in the step of its request comes after the runner has copied the state on, so it fills the "
+     "last block, too; one that ends before fills the block at the hit's end. [gpu_model_runner.py:"
+     " preprocess_mamba comes before start_load_kv]", _states),
+    ("states_of_two_ranks", "Each of two ranks gets its own share of a state back. "
+     "[parallel_state.py]",
+     restarted({"model": "states", "ranks": 2}, {"model": "states", "ranks": 2}, must=True)),
+    ("states_of_shared_prefixes", "Prompts that part where no state is known are right. "
+     "[scheduler.py, _mamba_block_aligned_split: states are kept at few places]",
+     _states_of_a_junction),
+    ("states_in_a_full_pool", "Requests with states that take blocks from each other are right in "
+     "the end: the host says in which block a state is, at each step. [sched/output.py, "
+     "KVConnectorBlockState; vllm#46892: a synchronous load takes a block more than is counted]",
+     flags(wide=True)(_states_in_a_full_pool)),
     ("full_graphs", "KV is stored in replayed graphs, where layers have no hooks, or the class "
      "asks for piecewise graphs. [base.py, requires_piecewise_for_cudagraph]",
      stored(69, hooks=False)),
@@ -158,6 +199,11 @@ TABLE: Table = (
      "[scheduler.py]", flags(wide=True)(partial(_random_walk))),
     ("random_walk_async", "The same with two steps in flight. [async_scheduler.py]",
      flags(wide=True)(partial(_random_walk, in_flight=2))),
+    ("random_walk_states", "The same with recurrent layers. [scheduler.py]",
+     flags(wide=True)(partial(_random_walk, model="states"))),
+    ("random_walk_states_async", "The same with recurrent layers and two steps in flight. "
+     "[async_scheduler.py]",
+     flags(wide=True)(partial(_random_walk, model="states", in_flight=2))),
     ("random_walk_ranks", "The same with two ranks, of which one reports late. "
      "[KVOutputAggregator]", flags(wide=True)(partial(_random_walk, ranks=2, late_rank=3))),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.platforms import current_platform
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,7 +34,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvferry.testing.connector.content import HEAD_DIM, HEADS, LAYER_NAMES, Ask, Part, Setup
+from kvferry.testing.connector.content import (
+    HEAD_DIM,
+    HEADS,
+    LAYER_NAMES,
+    STATE,
+    STATE_SHAPE,
+    Ask,
+    Part,
+    Setup,
+)
 from kvferry.testing.connector.host import CaseEnd, KitHost
 from kvferry.v1.driven import V1Plan
 from kvferry.v1.types import to_v1_output
@@ -59,6 +69,8 @@ def _vllm_config(transfer: configs.KVTransferConfig, setup: Setup) -> configs.Vl
     cache = configs.CacheConfig(block_size=setup.block_size, enable_prefix_caching=True)
     cache.kv_cache_layout = "LBHNC"
     cache.num_gpu_blocks = setup.num_blocks
+    if STATE in setup.windows:
+        cache.mamba_cache_mode = "align"
     return configs.VllmConfig(
         model_config=model,
         cache_config=cache,
@@ -88,11 +100,26 @@ def _kv_cache_config(setup: Setup) -> kv.KVCacheConfig:
             dtype=getattr(torch, setup.dtype),
             **({} if window is None else {"sliding_window": window}),
         )
+        if window == STATE:
+            spec = _state_spec(setup, spec.page_size_bytes)
         groups.append(kv.KVCacheGroupSpec(names, spec))
         page = spec.page_size_bytes
         size = page * setup.num_blocks
         tensors += [kv.KVCacheTensor(size, [name], size, page) for name in names]
     return kv.KVCacheConfig(setup.num_blocks, tensors, groups, kv_cache_layout="LBHNC")
+
+
+def _state_spec(setup: Setup, page: int) -> kv.MambaSpec:
+    """The states of a layer, in pages of this size."""
+    taps, channels = STATE_SHAPE
+    return kv.MambaSpec(
+        block_size=setup.block_size,
+        shapes=((taps, channels // setup.ranks),),
+        dtypes=(getattr(torch, setup.dtype),),
+        page_size_padded=page,
+        mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
+        mamba_cache_mode="align",
+    )
 
 
 class VllmHost(KitHost):
