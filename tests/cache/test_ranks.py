@@ -7,7 +7,6 @@ from msgspec import structs
 
 from benchmarks.host import HostStep
 from kvferry.blocks.tables import BlockSlice
-from kvferry.cache.deciding import rank_slots
 from kvferry.cache.messages import (
     CacheMeta,
     Filled,
@@ -16,7 +15,7 @@ from kvferry.cache.messages import (
     SlotChunk,
 )
 from kvferry.contract.messages import LookupMiss, WorkerOutput
-from kvferry.errors import ConfigError, Fault, FaultKind, TransferError
+from kvferry.errors import ConfigError, Fault, FaultKind
 from kvferry.record.check import ReadFault
 from kvferry.store.base import Put
 from kvferry.store.file.store import FileStore
@@ -64,30 +63,6 @@ def test_stored_at_one_tensor_parallel_size_read_at_another(
     reader = make_host(store=url, groups=groups(num_kv_heads), world_size=readers)
     # The host checks every byte of every rank.
     assert reader.run("reader", PROMPT).num_external_tokens == 40
-
-
-@pytest.mark.parametrize("stages", [(), [[(0, 1)], [(1, 3)]]], ids=["heads", "layers"])
-def test_ranks_of_several_machines_read_and_store_nothing_and_say_so_once(
-    make_host, url: str, stages, monkeypatch, caplog
-):
-    store_prompt(make_host, url, world_size=1)
-    before = len(caplog.records)
-
-    def elsewhere(*_where):
-        raise TransferError("no such process on this machine")
-
-    monkeypatch.setattr(rank_slots, "open_slots", elsewhere)
-    host = make_host(store=url, groups=groups(), world_size=2, stages=stages)
-    assert host.run("reader", PROMPT).num_external_tokens == 40
-    host.run("writer", list(range(100, 141)))
-    host.settle()
-    assert host.observer["put_stored"] == 0
-    assert host.parts[0].store.stat().num_records == 5
-    said = [
-        each.getMessage() for each in caplog.records[before:] if "nothing is stored" in each.msg
-    ]
-    assert len(said) == 2  # for each rank, whatever the number of its reports
-    assert all("all ranks must run on the machine of the scheduler" in line for line in said)
 
 
 def test_a_chunk_is_in_hand_on_all_ranks_or_not_promised(make_host, url: str, tmp_path):

@@ -32,6 +32,7 @@ class RankRows:
 
     Attributes:
         schema: schema of the records that are read and written now.
+        own: schema of records with this rank's rows alone: `schema` if it holds all, None if none.
         slot_bytes: bytes of a slot that are used.
     """
 
@@ -39,6 +40,7 @@ class RankRows:
         self._groups = groups
         self._shard = shard
         self.schema = schema
+        self.own = schema.of_shard(shard.groups)
         self._held: list[tuple[RowRange, int, int]] = []  # by group, and where in a slot
         offset = schema.head_bytes
         for index, (group, held) in enumerate(zip(groups, shard.groups, strict=True)):
@@ -60,6 +62,7 @@ class RankRows:
     def switch_namespace(self, namespace: bytes) -> None:
         """Use the schema of another namespace from now on; sizes stay as they are."""
         self.schema = self.schema.with_namespace(namespace)
+        self.own = self.schema.of_shard(self._shard.groups)
 
     @property
     def all_groups(self) -> frozenset[int]:
@@ -129,6 +132,36 @@ class RankRows:
                 found = known.get(group)
                 rows = self.group_rows(slot, group)
                 parts.append(leaves_of(component, rows) if found is None else found())
+        return joined(parts)
+
+    # -- records with this rank's rows alone: what a slot has behind the head of a whole record ---
+
+    def own_image(self, slot: memoryview) -> memoryview:
+        """Return the payload of the rank's own record."""
+        return slot[self.schema.head_bytes : self.slot_bytes]
+
+    def own_rows(
+        self, slot: memoryview, groups: Container[int]
+    ) -> list[tuple[RowRange, memoryview]]:
+        """Return as `rows_of`, with the ranges that the rows have in the rank's own record."""
+        found = []
+        number = 0
+        for rows, start, stop in self._held:
+            if start == stop:
+                continue
+            if rows.component in groups:
+                num_rows = (rows.stop - rows.start) * rows.num_runs
+                found.append((RowRange(number, 0, num_rows), slot[start:stop]))
+            number += 1
+        return found
+
+    def own_leaves(self, slot: memoryview, known: GroupLeaves) -> Leaves:
+        """Return as `leaves`, for all rows of the rank, also those that another one writes, too."""
+        parts = []
+        for group, component in enumerate(self.schema.components):
+            rows = self.group_rows(slot, group)
+            found = known.get(group) if rows.nbytes else None
+            parts.append(leaves_of(component, rows) if found is None else found())
         return joined(parts)
 
 

@@ -21,6 +21,7 @@ from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.cache.deciding.loans import Loans
 from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.deciding.scheduler import CacheScheduler
+from kvferry.cache.deciding.sharded_store import ShardedStore
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import machine_bytes, slot_size
@@ -160,6 +161,10 @@ class PrefixCache:
             ConfigError: it cannot be used.
         """
         spec, listen, identity = self._spec, self._listen(), self.identity
+        own = self._schema.of_shard(spec.shard.groups)
+        schemas = [self._schema, *(part.schema for part in self._parts)]
+        if own not in (None, self._schema):
+            schemas.append(own)
 
         def named() -> tuple[bytes, str | None]:
             name = identity.wait_first()  # without this object, which the store would keep alive
@@ -171,7 +176,7 @@ class PrefixCache:
             observer=self.observer,
             multi_process=spec.multi_process or spec.shard.world_size > 1,
             index=index,
-            check=value_check(self._schema, *(part.schema for part in self._parts)),
+            check=value_check(*schemas),
             named=named,
             start_seconds=self.config.start_timeout_seconds if identity.first else 0.0,
         )
@@ -236,12 +241,16 @@ class PrefixCache:
         # Without this object: the server of peers keeps what ranks hold alive.
         records = partial(records_of, self._spec.groups, self._schema, self._parts)
         schemas = (*(part.schema for part in self._parts), self._schema)
-        ranks = RankSlots(records, schemas, self.num_slots, world_size, self.identity)
+        shard = self._spec.shard
+        ranks = RankSlots(records, schemas, self.num_slots, shard, self.identity)
+        context = replace(self.context, draw=draw, log=log)
+        if world_size > 1:
+            context = replace(context, store=ShardedStore(self.store, ranks))
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(_while_there(pool, _pool_gauges))
         scheduler = CacheScheduler(
-            replace(self.context, draw=draw, log=log),
+            context,
             self._schema,
             pool,
             shared_writes=SharedWrites(self.context, pool, ranks, schemas),

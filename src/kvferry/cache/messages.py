@@ -34,6 +34,9 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     groups: tuple[int, ...]
     looks_at_values: bool = False
     """Whether NaN and Inf are wrong. Nothing with them is stored, but it was by older releases."""
+    is_whole: bool = True
+    """Where ranks write shards: whether the whole record is tried first, then the rank's shard; or
+    the other way round."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +103,9 @@ class CachePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Namespace digest that records carry from now on; None: the same as before."""
     first_namespace: bytes = b""
     """Namespace digest that a rank must have begun with: another one reads and saves nothing."""
+    are_apart: bool = False
+    """Whether ranks are on several machines. Then each writes the rows that it holds as a record of
+    its own, a shard, and reads its shard of what is not stored whole. Never unset."""
 
     def filled_blocks(self) -> frozenset[int]:
         sync = [load for load in self.loads if not load.is_async]
@@ -138,7 +144,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):
     """A rank hashed its rows of a saved chunk, or failed to. A rank that holds all of the record
-    also wrote the head into the slot, unless it failed."""
+    also wrote the head into the slot, unless it failed. A rank that writes a shard is done with the
+    slot."""
 
     slot: int
     leaf_digests: bytes | None = b""
@@ -149,7 +156,8 @@ class Sealed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
-    """A rank that holds all of a record wrote it to the store, or could not."""
+    """A rank that holds all of a record, or writes a shard, wrote it to the store, or could
+    not."""
 
     slot: int
     result: str

@@ -54,6 +54,7 @@ class ReadFault(StrEnum):
 
 
 _MARK = re.compile(rb',"mark":"([0-9a-f]{32})"(?:\},"root":|,"of":)')
+_OF = re.compile(rb',"of":"([0-9a-f]{64})","shard":"')
 _NAMESPACE = re.compile(rb'"format":"kvferry",[^{}]{0,200}"namespace":"([0-9a-f]{64})"')
 
 SOUND = (ReadFault.ABSENT, ReadFault.IO_ERROR, ReadFault.DEADLINE, ReadFault.CANCELLED)
@@ -81,6 +82,17 @@ def mark_of(head: bytes | memoryview) -> bytes:
         head: the first 512 bytes of the value, or more.
     """
     found = _MARK.search(head, 0, 1024)
+    return b"" if found is None else bytes.fromhex(found[1].decode())
+
+
+def whole_key_of(head: bytes | memoryview) -> bytes:
+    """Return the key of the whole record, as the first bytes of a shard name it, unchecked; empty
+    if they name none.
+
+    Args:
+        head: the first 1024 bytes of the value, or more.
+    """
+    found = _OF.search(head, 0, 1024)
     return b"" if found is None else bytes.fromhex(found[1].decode())
 
 

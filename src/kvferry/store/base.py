@@ -139,12 +139,18 @@ class ValueCheck(NamedTuple):
     """How a store, which knows only bytes, tells sound values from wrong ones."""
 
     record_bytes: RecordBytes
-    """Size of every sound value."""
+    """Size of the largest sound value."""
     why_wrong: Callable[[ChunkKey, memoryview, int], str | None]
     """Gets the key, up to the first `record_bytes` bytes of the value, and the size of the value.
     Returns None for a sound value."""
     sized_by: str = "chunk_tokens"
     """The option that says how large values are, for messages."""
+    sizes: frozenset[int] = frozenset()
+    """Sizes of sound values, if there are several."""
+
+    def has_size(self, size: int) -> bool:
+        """Whether a sound value may have this size."""
+        return size == self.record_bytes or size in self.sizes
 
 
 class Store(Contract, ABC):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvferry.observe import Observer
 from kvferry.processors import begin_io_thread
-from kvferry.record.check import mark_of, namespace_of
+from kvferry.record.check import mark_of, namespace_of, whole_key_of
 from kvferry.store.base import Value
 from kvferry.types import ChunkKey
 
@@ -213,7 +213,10 @@ class Erasures:
 
 def names_in(value: Value) -> tuple[str, ...]:
     """The names of a value, as its first bytes say, unchecked."""
-    return names_of(_namespace_in(value) or b"", value[0], mark_of(_head_of(value)))
+    head = _head_of(value)
+    names = names_of(namespace_of(head) or b"", value[0], mark_of(head))
+    whole = whole_key_of(head)
+    return (*names, name_of_key(whole)) if whole else names
 
 
 def _namespace_in(value: Value) -> bytes | None:

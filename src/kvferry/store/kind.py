@@ -58,8 +58,8 @@ class Opening:
     """What opening a store takes besides its URL. `open_store` explains the other attributes.
 
     Attributes:
-        record_bytes: size of every value, None if sizes differ. A `put` to a server replaces a
-            value of another size.
+        record_bytes: size of the largest value, None if those of one key may differ in size. Else a
+            `put` to a server replaces a value of another size.
         may_create: False where the store must be there already: commands that look at it make none.
         bounds: waits and sizes of a store on a server; tests change them.
         calls: where the calls of the store's author are noted, from the start of the opening on.

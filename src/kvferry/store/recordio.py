@@ -31,8 +31,8 @@ WRITE_SECONDS = 30.0
 
 
 def value_check(*schemas: RecordSchema) -> ValueCheck:
-    """Return a check that accepts records of these schemas, of any namespace, and no other values.
-    The records of all have one size."""
+    """Return a check that accepts records of these schemas, of any namespace, and no other
+    values."""
 
     def why_wrong(key: ChunkKey, value: memoryview, size: int) -> ReadFault | None:
         reason: ReadFault | None = None
@@ -42,7 +42,8 @@ def value_check(*schemas: RecordSchema) -> ValueCheck:
                 break
         return reason
 
-    return ValueCheck(RecordBytes(schemas[0].record_bytes), why_wrong)
+    sizes = frozenset(schema.record_bytes for schema in schemas)
+    return ValueCheck(RecordBytes(max(sizes)), why_wrong, sizes=sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,7 +213,8 @@ def open_store(
         index: False if `contains` is never asked: the store then tracks no keys in memory.
         namespace: namespace of the values on a server; other stores find values by key alone.
         check: finds wrong values before they are copied between tiers (see `TieredStore`). A quota
-            below its value size is refused; a `put` to a server replaces a value of another size.
+            below its value size is refused; a `put` to a server replaces a value of another size
+            under the same key.
         named: in place of `namespace`, returns it and a text that says what it is, which the store
             keeps. It may wait: it is called on the thread that opens a store.
         start_seconds: how long to wait for stores to open. Goes on without a store that takes

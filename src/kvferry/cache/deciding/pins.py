@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 
+from kvferry.cache.deciding.sharded_store import ShardedStore
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
@@ -24,6 +25,7 @@ class RequestPins:
 
     def __init__(self, store: Store, observer: Observer) -> None:
         self._store = store
+        self._names_of = store.names_of if isinstance(store, ShardedStore) else list[ChunkKey]
         self._observer = observer
         self._waiting: OrderedDict[ChunkKey, float] = OrderedDict()
         self._thread = IOPool(1, "kvferry-pin")
@@ -50,7 +52,7 @@ class RequestPins:
                 # A tier cannot be changed, or clients have pinned enough there.
                 with suppress(ConfigError, StoreError):
                     if isinstance(found, Indexed):
-                        found.pin(keys, until, by_client=True)
+                        found.pin(self._names_of(keys), until, by_client=True)
                         is_pinned = True
             if not is_pinned:
                 self._observer.count("pins_refused")

@@ -1,7 +1,8 @@
 """Opens the slots of all ranks in the scheduler role's process, and joins them into whole records.
 
 A slot is memory for one rank's part of a record. Each rank makes its slots and reports where they
-are. `Loans` lends the joined records to peers, and `SharedWrites` writes them to the store.
+are. `Loans` lends the joined records to peers, and `SharedWrites` writes them to the store. If the
+slots of one rank cannot be opened, ranks are apart, for good: each writes shards of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import open_slots, slot_size
 from kvferry.cache.messages import SlotRegion
 from kvferry.errors import TransferError
+from kvferry.keys import ShardKeys
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import RecordSchema
 from kvferry.types import RankShard
@@ -51,8 +53,11 @@ class RankSlots:
         schemas: layouts of the records under any namespace, where `RankRecords.of` has them: of the
             parts of states, and last of chunks.
         num_slots: number of slots that each rank has.
-        world_size: number of ranks.
+        shard: of the scheduler role.
         identity: has the namespace that all ranks must begin with.
+
+    Attributes:
+        are_apart: whether ranks are on several machines, and their records shards.
     """
 
     def __init__(
@@ -60,18 +65,32 @@ class RankSlots:
         records_of: Callable[[RankShard], RankRecords],
         schemas: Sequence[RecordSchema],
         num_slots: int,
-        world_size: int,
+        shard: RankShard,
         identity: CacheIdentity,
     ) -> None:
         self._records_of = records_of
         self._schemas = tuple(schemas)
         self._num_slots = num_slots
-        self._world_size = world_size
+        self._world_size = shard.world_size
         self._identity = identity
         self._slots: dict[int, _Slots] = {}
         self._regions: dict[int, SlotRegion] = {}
+        self._shards: dict[int, ShardKeys] = {}
+        self._note_shard(shard)
+        self.are_apart = self._is_told = False
         # By record: -1 is a chunk's, as everywhere.
         self._parts: tuple[tuple[_Part, ...], ...] | None = None
+
+    def _note_shard(self, shard: RankShard) -> None:
+        own = self._records_of(shard).rows.own
+        if own is not None:  # else it has no rows
+            self._shards = self._shards | {shard.rank: ShardKeys(own.shard)}
+
+    @property
+    def shards(self) -> list[ShardKeys]:
+        """The keys of the shards of all ranks that are known, by rank. Any thread."""
+        shards = self._shards  # replaced, never changed
+        return [shards[rank] for rank in sorted(shards)]
 
     def learn(self, region: SlotRegion) -> str:
         """Open the slots that a rank reports, unless that was tried before. Never waits. If it
@@ -110,6 +129,7 @@ class RankSlots:
         tried = self._regions.get(rank)
         if tried is not None and tried.name == region.name:
             return
+        self._note_shard(region.shard)
         records = self._records_of(region.shard)
         slot_bytes = slot_size(records.slot_bytes)
         try:
@@ -121,17 +141,36 @@ class RankSlots:
             self._parts = None
             self._slots = {other: each for other, each in self._slots.items() if other != rank}
             if self._world_size > 1:  # a single rank stores its records itself
-                logger.warning(
-                    "nothing is stored, as the slots of rank %d cannot be read: %s; all ranks must "
-                    "run on the machine of the scheduler, in its container and as its user",
-                    rank,
-                    error,
-                )
+                self._be_apart(rank, error)
             return
         self._slots[rank] = _Slots(records, memory, slot_bytes)
         if len(self._slots) == self._world_size:
             numbers = (*range(len(self._schemas) - 1), -1)
             self._parts = tuple(map(self._in_file_order, numbers))
+
+    def _be_apart(self, rank: int, error: TransferError) -> None:
+        """Take ranks as apart, and say so once."""
+        if self._is_told:
+            return
+        self._is_told = True
+        if len(self._schemas) > 1:
+            logger.warning(
+                "nothing is stored, as the slots of rank %d cannot be opened (%s), and this model "
+                "has recurrent states, which ranks on several machines cannot store: run all ranks "
+                "on the machine of the scheduler, in its container and as its user",
+                rank,
+                error,
+            )
+            return
+        self.are_apart = True
+        logger.warning(
+            "ranks are on several machines, as the slots of rank %d cannot be opened (%s): each "
+            "rank stores the layers and heads that it holds. Engines with the same split read "
+            "them, others after `kvferry copy --join`; ranks of one machine must run in one "
+            "container and as one user",
+            rank,
+            error,
+        )
 
     def _in_file_order(self, number: int) -> tuple[_Part, ...]:
         """Return the parts of a record: its head, from rank 0, and the rows of all ranks."""

@@ -17,6 +17,7 @@ from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
+from kvferry.cache.deciding.sharded_store import ShardedStore
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
     Filled,
@@ -31,6 +32,7 @@ from kvferry.keys import state_key, state_keys
 from kvferry.record.check import ReadFault
 from kvferry.store.base import (
     HERE,
+    Put,
     PutResult,
 )
 from kvferry.store.recordio import NOT_FINITE
@@ -58,6 +60,7 @@ class Saves:
         shared_writes: writes the records that several ranks hold together.
         announcer: as given.
         failures_known: see `CachePlan.failures_known`.
+        are_apart: whether ranks write shards: see `CachePlan.are_apart`.
         pins: the chunks that requests ask to keep.
     """
 
@@ -84,6 +87,10 @@ class Saves:
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
         self.pins = RequestPins(context.store, context.observer)
+        # Of several ranks. Those may turn out to be apart, and then write shards.
+        store = context.store
+        self._shards = store if isinstance(store, ShardedStore) else None
+        self.are_apart = False
 
     def begin_epoch(self) -> None:
         """Announce that this engine no longer reads what it stored before."""
@@ -201,8 +208,7 @@ class Saves:
             slot = pool.save(state_key(chunk, part), state.num_tokens, keys.mark, part)
             if slot is None:  # one of the others is lent
                 return False
-            if not self._is_alone:
-                self.shared_writes.begin(slot, self._requests.namespace)
+            self._expect_write(slot)
             saved = SlotChunk(slot.index, slot.key, state.num_tokens, slot.mark, part)
             saves.append(Save(saved, blocks))
         self._context.observer.count("states_saved")
@@ -263,10 +269,15 @@ class Saves:
         slot = self._pool.save(key, first, request.keys.mark)
         if slot is None:
             return False
-        if not self._is_alone:
-            self.shared_writes.begin(slot, self._requests.namespace)
+        self._expect_write(slot)
         saves.append(Save(SlotChunk(slot.index, key, first, slot.mark), blocks))
         return True
+
+    def _expect_write(self, slot: Slot) -> None:
+        if not self._is_alone:
+            self.shared_writes.begin(slot, self._requests.namespace)
+        if self.are_apart and self._shards is not None:
+            self._shards.expect(slot.key)
 
     def has(self, key: ChunkKey, request: Request) -> bool:
         """Whether a chunk is held, on its way, or stored. If another engine continues the request,
@@ -325,7 +336,13 @@ class Saves:
             if slot is not None:
                 self._learn_sealed(report.rank, slot, sealed)
         for saved in report.saved:
-            self._learn_saved(saved.slot, saved.result, saved.fault)
+            if not self.are_apart:
+                self._learn_saved(saved.slot, saved.result, saved.fault)
+                continue
+            said = Put(PutResult(saved.result), saved.fault)
+            answer = self.shared_writes.report_shard(report.rank, saved.slot, said)
+            if answer is not None:  # the last rank's
+                self._learn_saved(saved.slot, *answer)
         if report.filled or report.sealed:
             self.await_reports()
 
@@ -347,7 +364,7 @@ class Saves:
                 self._refuse(slot)
         elif self._is_alone:
             self._pool.seal(slot)
-        else:
+        elif not self.are_apart:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 
     def _refuse(self, slot: Slot) -> None:
@@ -385,11 +402,24 @@ class Saves:
             self._announce_failed(slot.key)
             return
         self._requests.refused.discard(slot.key)
-        if self._is_alone:
+        if self._is_alone or self.are_apart:
             self._context.store.learn([slot.key])
         self.pins.stored(slot.key)
         if result == PutResult.STORED:
             self._requests.unreadable.discard(slot.key)
+
+    def divide(self) -> bool:
+        """If ranks turned out to be apart, have them write shards from now on: what they hashed for
+        this process is offered again. Whether that is new."""
+        if self.are_apart or self._shards is None or not self._shards.is_divided:
+            return False
+        self.are_apart = True
+        given_up = self.shared_writes.abort_all()
+        for slot in given_up:
+            self._pool.end_write(slot)
+            self._pool.give_up(slot)
+        self._offer_again([slot.key for slot in given_up])
+        return True
 
     def poll_writes(self) -> None:
         """Learn which records of several ranks this process has written."""

@@ -43,6 +43,7 @@ from kvferry.cache.messages import (
     Load,
     RankReport,
     Save,
+    SlotRegion,
 )
 from kvferry.contract.asynchronous import NamedPromises
 from kvferry.contract.messages import (
@@ -361,6 +362,8 @@ class CacheScheduler(SchedulerRole):
         # Last, as no later plan has them.
         unchecked = self.audits.take_unchecked()
         fetches, cancels = self.pool.pop_orders()
+        if self.saves.are_apart:
+            fetches = self._searches.with_shards(fetches)
         return CachePlan(
             pool=self.pool.pool_id,
             number=number,
@@ -373,6 +376,7 @@ class CacheScheduler(SchedulerRole):
             timed=timed,
             namespace=self.requests.namespace,
             first_namespace=first,
+            are_apart=self.saves.are_apart,
         )
 
     def _find_running(self, step: StepView) -> list[tuple[ScheduledRequest, Request]]:
@@ -452,10 +456,26 @@ class CacheScheduler(SchedulerRole):
                 if report.pool == self.pool.pool_id:
                     self._learn(report)
 
+    def learn_regions(self, regions: Iterable[SlotRegion]) -> None:
+        """Learn where the slots of ranks are before they report: for hosts that bring it at their
+        start, so that the first look-up knows whether ranks are apart."""
+        for region in regions:
+            if region.namespace:
+                self._learn_region(region)
+
+    def _learn_region(self, region: SlotRegion) -> str:
+        why = self.pool.loans.learn(region)
+        if self.saves.divide():
+            self._searches.begin_epoch(self.requests.namespace)  # shards are found from now on
+            for request in self.requests.by_id.values():
+                if request.probed_at is not None:
+                    self._searches.probe(request.keys.keys)
+        return why
+
     def _learn(self, report: RankReport) -> None:
         if report.failures:  # first: requests may compute on blocks that were not filled
             self.saves.learn_failures(report)
-        why = "" if report.region is None else self.pool.loans.learn(report.region)
+        why = "" if report.region is None else self._learn_region(report.region)
         if report.off:
             why = why or f"rank {report.rank}: {report.off}. Nothing is loaded or saved"
         if why:

@@ -1,5 +1,7 @@
 """Seals and writes records that several ranks hold together, in the scheduler role's process.
 
+Ranks on several machines write shards themselves. Then this only waits for the last of them.
+
 Every rank copies its part of a chunk into its slot (host memory for one chunk), hashes the part and
 reports the digests. After the last report a background thread here makes the head and writes the
 record, with one `put` of the ranks' memory. `Saves` passes the digests on and polls.
@@ -14,8 +16,9 @@ from dataclasses import dataclass, field
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.rank_slots import RankSlots
+from kvferry.errors import Fault
 from kvferry.record.schema import RecordSchema
-from kvferry.store.base import UNWRITTEN, Put
+from kvferry.store.base import EXISTS, STORED, UNWRITTEN, Put, PutResult
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import write_sealed
 
@@ -31,6 +34,8 @@ class _SharedRecord:
     is_sealed: bool = False
     """Set by the job, before it writes."""
     job: Job[Put] | None = None
+    answers: dict[int, Put] = field(default_factory=dict)
+    """By rank, of shards."""
 
 
 class SharedWrites:
@@ -71,6 +76,28 @@ class SharedWrites:
             record.digests[rank] = digests
             if len(record.digests) == self._world_size:
                 record.job = self._threads.submit(lambda _job: self._write(record))
+
+    def report_shard(self, rank: int, index: int, answer: Put) -> Put | None:
+        """Learn that a rank wrote its shard, or could not. After the last one, return the answer
+        of all: the chunk is stored if every rank's shard is. Else None."""
+        record = self._records.get(index)
+        if record is None:
+            return None
+        record.answers[rank] = answer
+        if len(record.answers) < self._world_size:
+            return None
+        del self._records[index]
+        for number, each in sorted(record.answers.items()):
+            if not each.is_there:
+                kind, why = each.fault or UNWRITTEN
+                return Put(each.result, Fault(kind, f"rank {number}: {why}"))
+        is_new = any(each.result is PutResult.STORED for each in record.answers.values())
+        return STORED if is_new else EXISTS
+
+    def abort_all(self) -> list[Slot]:
+        """Drop all records whose write has not begun; return their slots."""
+        slots = [record.slot for record in self._records.values()]
+        return [slot for slot in slots if self.abort(slot)]
 
     def abort(self, slot: Slot) -> bool:
         """Drop a record whose write has not begun. Whether there was one."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRecords, RankRows
@@ -21,6 +21,7 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.cache.replicas import Replicas
 from kvferry.errors import StoreError, TransferError
+from kvferry.keys import ShardKeys
 from kvferry.layout.streams import REACHED, Mark
 from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
@@ -41,6 +42,7 @@ class _Save:
 
     chunk: SlotChunk
     copy: Gathered | None
+    is_shard: bool
     hash: Job[Sealed] | None = None
     write: Job[Saved] | None = None  # the hash thread sets it
 
@@ -55,6 +57,7 @@ class SlotIO:
     Attributes:
         pool: threads for reads, writes, and copies into blocks. Writes take half of them at most.
         hash_pool: a thread that reads and writes memory only: a slow store does not delay it.
+        are_apart: whether ranks are on several machines, so that each reads and writes shards.
     """
 
     def __init__(self, records: RankRecords, replicas: Replicas, context: RoleContext) -> None:
@@ -66,8 +69,11 @@ class SlotIO:
         self._bounds = context.bounds
         self._read_seconds = context.config.load_timeout_seconds
         # A single rank holds whole records and writes them. The scheduler role writes those of
-        # several ranks.
+        # several ranks, unless they are apart.
         self._is_alone = context.spec.shard.world_size == 1
+        self.are_apart = False
+        own = records.rows.own
+        self._names = ShardKeys(() if own is None else own.shard)
         # With several tables, a host ends at a load that failed.
         self._loads_may_fail = len(context.tables.tables) == 1
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
@@ -114,7 +120,6 @@ class SlotIO:
         started = time.monotonic()
         chunk = fetch.chunk
         rows = self._records.of(chunk.part)
-        schema = rows.schema
         # A part of a state is read whole: for it, groups only say that it is held.
         groups = frozenset(fetch.groups) if chunk.part < 0 else rows.all_groups
         # Groups that are read again are not held until they are verified.
@@ -131,6 +136,9 @@ class SlotIO:
             image=rows.image_of(memory) if is_whole else None,
             looks_at_values=fetch.looks_at_values,
         )
+        tries = [(rows.schema, record)]
+        if self.are_apart:
+            tries = self._with_shard(tries, rows, memory, groups, is_whole=fetch.is_whole)
 
         def run(job: Job[Filled]) -> Filled:
             if not mark.wait(self._bounds.device_seconds):
@@ -142,14 +150,45 @@ class SlotIO:
                 return Filled(chunk.slot, ReadFault.CANCELLED)
             deadline = started + self._read_seconds
             faults: list[StoreError] = []
-            missed = read_record(
-                self._store, schema, record, self._observer, deadline, faults=faults
-            )
+            missed = None
+            for schema, record in tries:
+                missed = read_record(
+                    self._store, schema, record, self._observer, deadline, faults=faults
+                )
+                if missed is None and record.of:
+                    # The scheduler role touches shards of the first rank only.
+                    self._store.touch((record.key,))
+                if missed is None or missed is ReadFault.IO_ERROR:
+                    break
             seconds = 0.0 if missed else time.monotonic() - started
             said, kind = "; ".join(map(str, faults)), faults[0].fault.kind if faults else ""
             return Filled(chunk.slot, missed, seconds, detail=said, kind=kind)
 
         self._reads[chunk.slot] = (fetch, self.pool.submit(run))
+
+    def _with_shard(
+        self,
+        whole: list[tuple[RecordSchema, RecordRead]],
+        rows: RankRows,
+        memory: memoryview,
+        groups: frozenset[int],
+        *,
+        is_whole: bool,
+    ) -> list[tuple[RecordSchema, RecordRead]]:
+        """Return which records have a rank's rows of a chunk, in the order in which to try them."""
+        own, ((schema, record),) = rows.own, whole
+        if own is None:
+            return []  # it holds none
+        if own is schema:
+            return whole
+        shard = replace(
+            record,
+            key=self._names.of(record.key),
+            head=memoryview(bytearray(own.head_bytes)),
+            rows=rows.own_rows(memory, groups),
+            of=record.key,
+        )
+        return [*whole, (own, shard)] if is_whole else [(own, shard), *whole]
 
     def _await_readers(self, slot: int) -> None:
         deadline = time.monotonic() + self._bounds.device_seconds
@@ -180,10 +219,16 @@ class SlotIO:
         rows = self._records.of(chunk.part)
         schema = rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
-        save = self._saves[chunk.slot] = _Save(chunk, gathered)
+        save = self._saves[chunk.slot] = _Save(chunk, gathered, self.are_apart)
         # A step may wait for a comparison, so that goes before the seals that wait.
+        own = rows.own
         save.hash = self.hash_pool.submit(
-            lambda _job: self._seal(save, gathered, rows, schema), can_wait=True
+            lambda _job: (
+                self._seal_shard(save, gathered, rows, schema, own)
+                if save.is_shard
+                else self._seal(save, gathered, rows, schema)
+            ),
+            can_wait=True,
         )
 
     def _seal(
@@ -204,6 +249,38 @@ class SlotIO:
 
         def write(_job: Job[Saved]) -> Saved:
             answer = write_sealed(self._store, schema.namespace, key, [image], self._observer)
+            return Saved(chunk.slot, *answer)
+
+        save.write = self.pool.submit(write, can_wait=True)
+        return Sealed(chunk.slot)
+
+    def _seal_shard(
+        self,
+        save: _Save,
+        gathered: Gathered,
+        rows: RankRows,
+        schema: RecordSchema,
+        own: RecordSchema | None,
+    ) -> Sealed:
+        """Hash what this rank holds of a chunk, and queue the write of that. Runs in: hash
+        thread."""
+        chunk, memory = save.chunk, self._memory.slot(save.chunk.slot)
+        if not gathered.mark.wait(self._bounds.device_seconds):
+            raise TransferError(f"a chunk was not copied out in {self._bounds.device_seconds} s")
+        found = rows.own_leaves(rows.image_of(memory), gathered.leaves)
+        if not found.are_finite:
+            return Sealed(chunk.slot, None, is_finite=False)
+        whole = ChunkKey(chunk.key)
+        key, head, of = self._names.of(whole), b"", b""
+        if own is not None:
+            of = whole if own.shard else b""
+            head = own.encode_head(key, chunk.first_token, found.digests, chunk.mark, of)
+
+        def write(_job: Job[Saved]) -> Saved:
+            if own is None:  # it holds nothing
+                return Saved(chunk.slot, PutResult.EXISTS)
+            parts = [memoryview(head), rows.own_image(memory)]
+            answer = write_sealed(self._store, schema.namespace, key, parts, self._observer)
             return Saved(chunk.slot, *answer)
 
         save.write = self.pool.submit(write, can_wait=True)
@@ -245,12 +322,15 @@ class SlotIO:
             found = save.hash.result or Sealed(slot, None)
             if not found.is_finite and self._loads_may_fail:
                 self.overwrite(slot)  # a load that was promised meanwhile fails
-            sealed.append(found)
+            if save.write is None or not save.is_shard:
+                sealed.append(found)
             save.hash = None
         if save.write is None:
             return True
         if not save.write.poll():
             return False
+        if save.is_shard:  # not before: other ranks may end early, and the slot get another chunk
+            sealed.append(Sealed(slot))
         if save.write.result is None:
             self._observer.count("save_failed")
             logger.error("saving a chunk failed", exc_info=save.write.error)

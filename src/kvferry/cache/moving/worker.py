@@ -47,6 +47,7 @@ from kvferry.contract.worker import WorkerRole
 from kvferry.errors import ContractError, LayoutError, TransferError
 from kvferry.layout.streams import Mark
 from kvferry.record.check import ReadFault
+from kvferry.store.base import PutResult
 from kvferry.types import NULL_BLOCK
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class CacheWorker(WorkerRole):
         self._saved = False
         self._to_begin: deque[Fetch] = deque()
         self._identity = context.identity
+        self._is_warned = False  # of another namespace
         self._state: CacheState | None = None  # the last that was seen
         self._has_told = False  # why it is off
 
@@ -176,7 +178,20 @@ class CacheWorker(WorkerRole):
     def _is_off(self) -> bool:
         # The report tells the scheduler role of another namespace, but only after this step.
         is_other = self._plan.first_namespace != self._region.namespace
+        if is_other and self._region.namespace and not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "rank %d describes the model in another way than the scheduler's process: it loads "
+                "and saves nothing",
+                self._rows.rank,
+            )
         return is_other or self._identity.state.is_final
+
+    @property
+    def region(self) -> SlotRegion:
+        """Where this rank's slots are."""
+        self._follow_identity()
+        return self._region
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         try:
@@ -208,6 +223,7 @@ class CacheWorker(WorkerRole):
             self._ended.pool = plan.pool
         self._ended.timed = plan.timed
         self._saved = False
+        self.io.are_apart |= plan.are_apart
         if plan.namespace not in (None, self._rows.schema.namespace):
             self._records.switch_namespace(plan.namespace)
         self._to_begin.extend(plan.fetches)
@@ -449,6 +465,8 @@ class CacheWorker(WorkerRole):
             if save.compare_with is None:
                 self.io.hold(save.chunk, self._rows.all_groups)
                 self._ended.sealed.append(Sealed(save.chunk.slot))
+                if self.io.are_apart:
+                    self._ended.saved.append(Saved(save.chunk.slot, PutResult.EXISTS))
 
     def _put_off(self, saves: Iterable[Save]) -> None:
         for save in saves:

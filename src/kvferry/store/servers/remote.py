@@ -254,7 +254,7 @@ class RemoteStore(ServerStore):
         self._client = _GuardedClient(client, faults, opening.calls, opening.bounds)
         self._prefix = prefix
         self._namespace = opening.namespace
-        self._size = opening.record_bytes
+        self._are_alike = opening.record_bytes is not None  # all values of a key have one size
         self._texts = _Texts(self._client, prefix, opening.bounds, clock)
         self._keys.after_answer = self._texts.write_again
 
@@ -282,8 +282,10 @@ class RemoteStore(ServerStore):
             result = self._client.put(name, buffers, until)
             # To replace a wrong value loses nothing, even if another writer was first. To remove it
             # could take away the right value that another writer stored meanwhile.
-            if result is PutResult.EXISTS and self._is_wrong(self._client.read(name, (), until)):
-                result = self._client.put(name, buffers, until, replaces=True)
+            if result is PutResult.EXISTS:
+                size = self._client.read(name, (), until)
+                if self._is_wrong(size, num_bytes):
+                    result = self._client.put(name, buffers, until, replaces=True)
         except StoreError as error:
             return Put.failed(error.fault)
         if not result.is_there:
@@ -297,9 +299,10 @@ class RemoteStore(ServerStore):
         self._texts.write_again()
         return STORED if result is PutResult.STORED else EXISTS
 
-    def _is_wrong(self, size: int | None) -> bool:
-        """Whether no right value has this size. False for None: it went, or is not whole yet."""
-        return size == 0 or (size is not None and self._size not in (None, size))
+    def _is_wrong(self, size: int | None, num_bytes: int) -> bool:
+        """Whether a value of this size is none of a key whose right value has `num_bytes`. False
+        for None: it went, or is not whole yet."""
+        return size == 0 or (self._are_alike and size not in (None, num_bytes))
 
     def accepts(self) -> Fault | None:
         return CLOSED if self._closed else None

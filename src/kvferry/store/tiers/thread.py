@@ -140,7 +140,7 @@ class TierThread:
         until = target.clock() + target.patience.write_seconds
         try:
             size = target.ask(key, (), until)  # costs less than reading and sending it
-            if size is not None and (self._check is None or size == self._check.record_bytes):
+            if size is not None and (self._check is None or self._check.has_size(size)):
                 return PutResult.EXISTS
             value = self._value(key, source, until)
             if value is None:
@@ -170,7 +170,7 @@ class TierThread:
         if reason is not None:
             self._observer.count("records_corrupt")
             source.discard(key, reason)
-        return None if reason is not None or found is None else value
+        return None if reason is not None or found is None else value[:found]
 
     def close(self, until: float) -> None:
         """Go on until `until` (monotonic seconds); what is left then is not copied. Leave a thread

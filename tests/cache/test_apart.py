@@ -1,0 +1,385 @@
+"""Ranks whose memory the scheduler's process cannot open, as on several machines: each writes the
+rows that it holds as a record of its own, a shard, and reads it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.cache.deciding import rank_slots
+from kvferry.contract.messages import LookupMiss
+from kvferry.errors import Fault, FaultKind, TransferError
+from kvferry.keys import ShardKeys
+from kvferry.record.check import RecordInfo, parse_head
+from kvferry.store.base import HERE, Put
+from kvferry.store.erasures import name_of_key, names_in
+from kvferry.store.file.store import FileStore
+from kvferry.store.servers.remote import RemoteStore
+from kvferry.store.tiers.tiered import TieredStore
+from kvferry.testing.clock import FakeClock
+from kvferry.testing.faults import Gate
+from kvferry.testing.wrappers import WrapperStore
+from tests.cache.hosts import make_groups
+from tests.store.servers.remote_client import DictClient
+
+from .keeping import PROMPT, assert_settles, keys_of, wait_for
+
+APART = "ranks are on several machines"
+OTHER = list(range(100, 141))
+
+
+def groups(num_kv_heads: int = 4):
+    return make_groups(num_layers=3, num_kv_heads=num_kv_heads)
+
+
+MIXED = (
+    *make_groups(num_layers=2, num_kv_heads=1, block_size=4),
+    *make_groups(num_layers=3, num_kv_heads=4, head_dim=8, block_size=8),
+)
+TWO_STAGES = [[(0, 1)], [(1, 3)]]
+SPLITS = {
+    # groups, ranks, stages, and records that they write of a chunk
+    "heads": (groups(), 2, (), 2),
+    "layers": (groups(), 2, TWO_STAGES, 2),
+    "both": (groups(), 4, TWO_STAGES, 4),
+    "replicas": (groups(2), 4, (), 2),
+    "one head": (groups(1), 2, (), 1),
+    "replicas of one group": (MIXED, 2, (), 2),
+    "a stage without a group": (MIXED, 2, [[(0, 2), (0, 1)], [(2, 2), (1, 3)]], 2),
+    "a stage without layers": (groups(), 2, [[(0, 3)], [(3, 3)]], 1),
+    "a first stage without layers": (groups(), 2, [[(0, 0)], [(0, 3)]], 1),
+}
+WHOLE = {"one head", "a stage without layers", "a first stage without layers"}
+"""Splits in which a rank holds all, so that the records are whole."""
+
+
+class Machines:
+    """Whether the ranks of hosts that start now are on machines of their own."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.are_many, opened = True, rank_slots.open_slots
+
+        def open_slots(*where):
+            if self.are_many:
+                raise TransferError("no such process on this machine")
+            return opened(*where)
+
+        monkeypatch.setattr(rank_slots, "open_slots", open_slots)
+
+
+@pytest.fixture(autouse=True)
+def machines(monkeypatch) -> Machines:
+    return Machines(monkeypatch)
+
+
+class Places:
+    """What the stores of a kind keep: each call opens one for every rank."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.values = root, {}
+
+    def directory(self, world_size: int):
+        """One that all machines share."""
+        return [FileStore(self.root / "shared") for _ in range(world_size)]
+
+    def directories(self, world_size: int):
+        """One on each machine."""
+        return [FileStore(self.root / str(rank)) for rank in range(world_size)]
+
+    def server(self, world_size: int):
+        stores = []
+        for _ in range(world_size):
+            client = DictClient(self.values)
+            stores.append(RemoteStore("memory://server", client, clock=FakeClock()))
+        return stores
+
+    def tiers(self, world_size: int):
+        """A directory on each machine before a server."""
+        near, far = self.directories(world_size), self.server(world_size)
+        return [TieredStore(each) for each in zip(near, far, strict=True)]
+
+    def shards(self) -> list[RecordInfo]:
+        found = []
+        for path in sorted(self.root.rglob("*.safetensors")):
+            content = memoryview(path.read_bytes())
+            info = parse_head(content, len(content))
+            assert isinstance(info, RecordInfo)
+            found.append(info)
+        return found
+
+
+@pytest.fixture
+def places(tmp_path) -> Places:
+    return Places(tmp_path)
+
+
+def start(make_host, stores, split: str = "heads", **given):
+    """A host over stores of its ranks, which has heard where the ranks' memory is."""
+    model, world_size, stages, _ = SPLITS[split]
+    host = make_host(
+        store="file:///unused",
+        rank_stores=stores,
+        groups=model,
+        world_size=world_size,
+        stages=stages,
+        **given,
+    )
+    for each in stores:
+        assert each.wait_indexed(60)
+    host.scheduler.learn_regions([rank.worker.region for rank in host.ranks])
+    return host
+
+
+def store(host, prompt=PROMPT):
+    """Have a host compute and store a prompt."""
+    host.run(f"writer of {prompt[0]}", prompt)
+    assert_settles(host)
+    return host
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", ["directory", "directories", "server", "tiers"])
+def test_what_ranks_store_is_read_by_ranks_of_the_same_split(
+    make_host, places, kind, split, caplog
+):
+    _, world_size, _, num_records = SPLITS[split]
+    stores = getattr(places, kind)
+    host = store(start(make_host, stores(world_size), split))
+    host.close()
+    keys = keys_of(host)
+    if kind in ("server", "tiers"):
+        assert len(places.values) == num_records * 5
+    if kind == "directory":
+        shards = places.shards()
+        assert len(shards) == num_records * 5
+        assert {info.of or info.key for info in shards} == set(keys)
+        assert all(bool(info.of) != (split in WHOLE) for info in shards)
+    reader = start(make_host, stores(world_size), split)
+    # The host checks every byte of every rank.
+    is_elsewhere = kind in ("directories", "tiers") and split == "a first stage without layers"
+    if is_elsewhere:  # the scheduler role's own directory has nothing
+        return
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+    assert reader.observer["put_stored"] == 0
+    said = [each.getMessage() for each in caplog.records if APART in each.getMessage()]
+    assert len(said) == 2  # once for each host
+
+
+def test_what_was_hashed_before_it_was_known_is_stored_later(make_host, places):
+    """The first reports say that the ranks are apart."""
+    host = make_host(
+        store="file:///unused", rank_stores=places.directory(2), groups=groups(), world_size=2
+    )
+    request = host.admitted("writer", PROMPT)
+    host.prefill(request, budget=24)
+    host.prefill(request, budget=24)
+
+    def is_stored() -> bool:
+        request.all_token_ids.append(1)
+        host.prefill(request, budget=1)
+        host.settle(timeout=0.5)
+        return len(places.shards()) == 10
+
+    wait_for(is_stored)
+    assert_settles(host)
+    assert host.observer["save_failed"] == 0
+    reader = start(make_host, places.directory(2))
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+
+
+@pytest.mark.parametrize("kind", ["directory", "server"])
+def test_a_prefix_of_whole_records_goes_on_with_shards(make_host, places, machines, kind):
+    open_stores = getattr(places, kind)
+    store(start(make_host, open_stores(2)))
+    machines.are_many = False
+    together = start(make_host, open_stores(2))
+    together.run("writer", PROMPT[:17])
+    assert_settles(together)
+    assert together.observer["put_stored"] == 2
+    for rank in range(2):
+        for name in shard_keys(together, rank)[:2]:
+            assert delete(together, 0, name)
+    together.close()
+    machines.are_many = True
+    reader = start(make_host, open_stores(2))
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+    assert reader.observer["miss_absent"] == 0  # each was looked for where it is
+
+
+@pytest.mark.parametrize("split", ["layers", "both", "replicas"])
+def test_ranks_of_another_split_find_nothing_and_store_their_own(make_host, places, split):
+    store(start(make_host, places.directory(2)))
+    world_size, num_records = SPLITS[split][1], SPLITS[split][3]
+    model = SPLITS[split][0]
+    other = start(make_host, places.directory(world_size), split)
+    assert other.run("reader", PROMPT).num_external_tokens == 0
+    assert_settles(other)
+    if model == groups():
+        assert len(places.shards()) == 10 + 5 * num_records
+    assert other.run("again", PROMPT).num_external_tokens == 40
+
+
+def shard_keys(host, rank: int):
+    return [ShardKeys(host.ranks[rank].worker._rows.own.shard).of(key) for key in keys_of(host)]
+
+
+def delete(host, rank: int, name) -> bool:
+    return host.parts[rank].store.in_namespace(host.scheduler.requests.namespace).delete(name)
+
+
+@pytest.mark.parametrize("losing", [0, 1])
+@pytest.mark.parametrize("kind", ["directory", "directories", "server"])
+def test_a_chunk_of_which_one_rank_lost_its_shard_is_a_miss_and_stored_again(
+    make_host, places, kind, losing
+):
+    stores = getattr(places, kind)
+    host = store(start(make_host, stores(2)))
+    lost = shard_keys(host, losing)[2]
+    assert delete(host, losing, lost)
+    reader = start(make_host, stores(2), load_timeout_seconds=60.0, clock=(clock := FakeClock()))
+    assert reader.run("reader", PROMPT).num_external_tokens == 16
+    assert_settles(reader)
+    reason = LookupMiss.ABSENT if losing == 0 else LookupMiss.VANISHED
+    assert reader.observer[f"miss_tokens/{reason}"] == 24
+    assert reader.observer["put_stored"] == 1
+    reader.forget_memory()
+    clock.advance(3600)
+    assert reader.run("again", PROMPT).num_external_tokens == 40
+
+
+@pytest.mark.parametrize("others", ["another chunk's", "another rank's", "a whole one"])
+def test_no_shard_is_taken_for_another(make_host, places, others, machines):
+    """Mutants that mix parts of two chunks, or of two ranks, are found here."""
+    host = store(start(make_host, places.directory(2)))
+    first, second = shard_keys(host, 0), shard_keys(host, 1)
+    wrong = second[3] if others == "another chunk's" else first[2]
+    files = {path.stem[-64:]: path for path in places.root.rglob("*.safetensors")}
+    content = files[wrong.hex()].read_bytes()
+    if others == "a whole one":
+        machines.are_many = False
+        whole = make_host(store=f"file://{places.root}/whole", groups=groups())
+        whole.run("writer", PROMPT)
+        whole.settle()
+        name = keys_of(whole)[2].hex()
+        found = {path.stem[-64:]: path for path in (places.root / "whole").rglob("*.safetensors")}
+        content = found[name].read_bytes()
+        machines.are_many = True
+    files[second[2].hex()].write_bytes(content)
+    reader = start(make_host, places.directory(2))
+    assert reader.run("reader", PROMPT).num_external_tokens == 16
+    assert reader.observer["miss_other_record"] == 1
+
+
+@pytest.mark.parametrize("split", ["heads", "layers"])
+def test_ranks_that_are_apart_read_whole_records_from_the_first_look_up_on(
+    make_host, places, machines, split
+):
+    machines.are_many = False
+    whole = make_host(store=f"file://{places.root}/shared", groups=groups())
+    whole.run("writer", PROMPT)
+    whole.settle()
+    machines.are_many = True
+    host = make_host(
+        store="file:///unused",
+        rank_stores=places.directory(2),
+        groups=groups(),
+        world_size=2,
+        stages=SPLITS[split][2],
+    )
+    assert host.run("reader", PROMPT).num_external_tokens == 40
+    store(host, OTHER)
+    assert host.observer["put_stored"] == 10
+    host.forget_memory()
+    assert host.run("again", PROMPT).num_external_tokens == 40
+
+
+# -- faults -----------------------------------------------------------------------------------
+
+
+class Slow(WrapperStore):
+    """Writes wait at a gate."""
+
+    def __init__(self, inner, gate: Gate) -> None:
+        super().__init__(inner)
+        self._gate = gate
+
+    def put(self, *args, **given) -> Put:
+        self._gate.pass_through()
+        return self.inner.put(*args, **given)
+
+
+class Full(WrapperStore):
+    def put(self, *args, **given) -> Put:
+        return Put.failed(Fault(FaultKind.FULL, "no space"))
+
+
+def written(host, rank: int) -> bool:
+    """Whether all shards of a rank are stored."""
+    where = host.parts[rank].store.where
+    return all(where(key) is HERE for key in shard_keys(host, rank))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_chunk_counts_once_the_last_rank_has_stored_its_shard(make_host, places, slow):
+    gate = Gate()
+    stores = places.directory(2)
+    stores[slow] = Slow(stores[slow], gate)
+    host = start(make_host, stores)
+    host.run("writer", PROMPT)
+    where = host.scheduler.context.store.where
+    wait_for(lambda: (host.settle(timeout=0.1), written(host, 1 - slow))[1])
+    host.settle(timeout=0.1)
+    assert host.pool.is_writing
+    assert not any(where(key) is HERE for key in keys_of(host))
+    gate.release()
+    assert_settles(host)
+    assert written(host, slow)
+    assert all(where(key) is HERE for key in keys_of(host))
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_chunk_that_one_rank_cannot_store_is_not_stored(make_host, places, full):
+    stores = places.directory(2)
+    stores[full] = Full(stores[full])
+    host = store(start(make_host, stores))
+    where = host.scheduler.context.store.where
+    assert not any(where(key) is HERE for key in keys_of(host))
+    why = LookupMiss.REFUSED, f"rank {full}: no space", FaultKind.FULL
+    assert all(host.scheduler.requests.refused.why(key) == why for key in keys_of(host))
+    host.close()
+    # Another engine finds no shard of one rank, and stores it.
+    reader = start(make_host, places.directory(2))
+    assert reader.run("reader", PROMPT).num_external_tokens == 0
+    assert_settles(reader)
+    reader.forget_memory()
+    assert reader.run("again", OTHER).num_external_tokens == 0
+
+
+def test_a_slot_has_no_other_chunk_while_a_rank_writes_from_it(make_host, places):
+    """A rank whose copy failed ends early; what another one hashed is still being written."""
+    gate = Gate()
+    host = start(make_host, [Slow(each, gate) for each in places.directory(2)])
+    second = host.ranks[1].worker
+    second._save = second._put_off
+    request = host.admitted("writer", PROMPT)
+    host.step([request], tokens=8)
+    assert gate.wait_for_arrival()
+    (save,) = host.ranks[0].worker.io._saves.values()
+    wait_for(lambda: (host.step([]), save.hash is None)[1])
+    host.step([])
+    assert not host.pool.is_writing
+    assert host.pool.num_taken == 1
+    gate.release()
+    wait_for(lambda: (host.step([]), not host.pool.num_taken)[1])
+    where = host.scheduler.context.store.where
+    assert not any(where(key) is HERE for key in keys_of(host))
+
+
+def test_an_erased_chunk_takes_its_shards_along(make_host, places):
+    host = store(start(make_host, places.directory(2)))
+    names = {name_of_key(key) for key in keys_of(host)}
+    for path in places.root.rglob("*.safetensors"):
+        content = path.read_bytes()
+        info = parse_head(memoryview(content), len(content))
+        assert names & set(names_in((info.key, [content]))) == {name_of_key(info.of)}
