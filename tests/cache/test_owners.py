@@ -126,7 +126,7 @@ def test_a_fault_before_a_plan_is_begun_leaves_no_load_to_a_later_one(
     request = host.admitted("reader", [*PROMPT, *range(50)])
     assert role.requests.by_id["reader"].load is not None
     with monkeypatch.context() as patch:
-        patch.setattr(role, "_heed_erased", lambda: 1 / 0)
+        patch.setattr(role._erased, "heed", lambda: 1 / 0)
         plan = host.scheduler.build_plan(HostStep([request], set(), set()))
     assert plan.lost_block_ids
     assert role.requests.by_id["reader"].load is None

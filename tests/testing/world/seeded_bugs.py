@@ -230,7 +230,7 @@ BUGS = (
     Bug("an absent key is never asked for again", KEYS,
         "ABSENT_SECONDS = 1.0", "ABSENT_SECONDS = 1e9"),
     Bug("a value under our name that is none of ours stays", REMOTE,
-        "        return size == 0 or (size is not None and self._size not in (None, size))",
+        "        return size == 0 or (self._are_alike and size not in (None, num_bytes))",
         "        return False"),
     # -- the ends
     Bug("a close waits for threads that hang", "store/io_pool.py",
@@ -240,9 +240,9 @@ BUGS = (
         "        self._keys.close()\n        self._client.close()\n", "        self._keys.close()\n"),
     Bug("the reader of notices does not end", "store/erasures.py",
         "        self._closing.set()\n        if", "        if"),
-    Bug("what was erased stays in memory", SCHEDULER,
-        "        self.pool.erase(lambda slot: not names.isdisjoint"
-        "(names_of(namespace, slot.key, slot.mark)))\n", ""),
+    Bug("what was erased stays in memory", "cache/deciding/erased.py",
+        "        self._pool.erase(\n            lambda slot: not names.isdisjoint"
+        "(names_of(namespace, slot.key, slot.mark))\n        )\n", ""),
     Bug("what was erased is written again", TIER,
         "        return self.erasures is not None and self.erasures.refuses(value)",
         "        return False",
@@ -283,10 +283,10 @@ BUGS = (
               "            self._take_out((slot.key,), ReadFault.NOT_FINITE,"
               " self._requests.namespace)"),)),
     Bug("had: a fault before a plan is begun leaves its loads to the next one", SCHEDULER,
-        "            self._heed_erased()\n            if step.pre", "            if step.pre",
+        "            self._erased.heed()\n            if step.pre", "            if step.pre",
         (Edit(SCHEDULER, "    def build_plan(self, step: StepView) -> Plan:\n",
               "    def build_plan(self, step: StepView) -> Plan:\n"
-              "        self._heed_erased()\n"),)),
+              "        self._erased.heed()\n"),)),
     Bug("had: a fault while a search settles leaves pins without an owner", SEARCHES,
         "        search.state = Settled(hit, before)  # what the audit has pinned has an owner from"
         " here on\n", "",

@@ -17,7 +17,6 @@ QUICK = [
 ]
 
 
-@pytest.mark.slow
 def test_every_bug_still_has_its_place():
     for bug in BUGS:
         by_file: dict[str, list] = {}

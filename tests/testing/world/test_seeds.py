@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 from kvferry.testing.world.__main__ import main
+from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.named import SCENARIOS
 from kvferry.testing.world.running import run, worlds
-from kvferry.testing.world.seeds import draw
+from kvferry.testing.world.scenario import Action, Scenario
+from kvferry.testing.world.seeds import PLACES, draw
+from kvferry.testing.world.totals import read_totals
 
 NUM_SEEDS = 64
 PER_TEST = 16
@@ -51,6 +55,44 @@ def test_a_world_is_the_same_in_every_process():
         lived = [*SCENARIOS.values(), *map(draw, range(5))]
         here = [run(scenario, seam).digest for scenario in lived]
     assert said == [f"{here}\n"] * 2
+
+
+def test_what_scenarios_break_is_there():
+    shape = EngineShape(name="a", tiers=("sim://m0/kv",), strict=False)
+    actions = tuple(Action(1.0, "break_at", ("a", place, 1 << 30)) for place in PLACES)
+    scenario = Scenario(seed=0, engines=(shape,), media={"m0": None}, actions=actions)
+    with worlds() as seam:
+        assert run(scenario, seam).failure is None
+
+
+def test_runs_add_up_in_a_file(tmp_path, capsys):
+    file = tmp_path / "totals.json"
+    for _ in range(2):
+        assert main(["--seeds", "2", "--totals", str(file)]) == 0
+    capsys.readouterr()
+    totals = read_totals(file)
+    with worlds() as seam:
+        lived = [run(draw(seed), seam) for seed in range(4)]
+    assert totals.ranges == [(0, 4)]
+    assert totals.scenarios == 4
+    assert totals.happened == sum((each.happened for each in lived), Counter())
+    assert totals.virtual_hours == pytest.approx(sum(each.seconds for each in lived) / 3600)
+    with pytest.raises(SystemExit) as ended:
+        main(["--first", "3", "--totals", str(file)])
+    assert ended.value.code == 2
+    assert "has that seed" in capsys.readouterr().err
+    assert read_totals(file) == totals
+
+
+def test_a_file_that_has_no_totals_is_one_line(tmp_path, capsys):
+    file = tmp_path / "totals.json"
+    for content in ('{"scenarios": "many"}', "none", '{"other": 1}'):
+        file.write_text(content)
+        with pytest.raises(SystemExit) as ended:
+            main(["--totals", str(file)])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert file.read_text() == content
 
 
 @pytest.mark.parametrize(

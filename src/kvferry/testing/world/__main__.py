@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
+
+import msgspec
 
 from kvferry.testing.world.named import SCENARIOS
 from kvferry.testing.world.running import run, worlds
 from kvferry.testing.world.scenario import Outcome, Scenario, without
 from kvferry.testing.world.seeds import draw, shortened
 from kvferry.testing.world.threads import Seam
+from kvferry.testing.world.totals import Failed, Totals, read_totals, write_totals
 
 COMMAND = "python -m kvferry.testing.world"
 MAX_SEED = 1 << 63
+WRITTEN_EVERY = 100
+"""A run writes its totals after so many seeds, since people end long runs by a signal."""
 
 HELP = """Run the whole cache in simulated worlds, each decided by its seed: engines, tiers, peers,
 faults, restarts, in virtual time. Stops at the first failure, and prints the line that replays
@@ -44,12 +49,13 @@ def _parser() -> _Parser:
     parser = _Parser(COMMAND, description=HELP, epilog=EPILOG,
                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--seeds", type=_seed, default=100, help="how many seeds to run")
-    parser.add_argument("--first", type=_seed, default=0, help="the first of them")
+    parser.add_argument("--first", type=_seed, help="the first of them; 0, or the next of --totals")
     parser.add_argument("--minutes", type=float, help="go on with further seeds for so long")
     parser.add_argument("--seed", type=_seed, help="run this seed alone, and show what happened")
     parser.add_argument("--keep", help="with --seed: only these of its actions, as 0,3,4")
     parser.add_argument("--scenario", help=f"run a scenario: {', '.join(SCENARIOS)}")
     parser.add_argument("--all", action="store_true", help="go on after a failure")
+    parser.add_argument("--totals", type=Path, help="a JSON file to which this run adds its totals")
     return parser
 
 
@@ -106,30 +112,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome = run(scenario, seam)
         _show(scenario, outcome)
         return 0 if outcome.failure is None else 1
-    return _run_on(given)
+    return _run_on(parser, given)
 
 
-def _run_on(given: argparse.Namespace) -> int:
-    began, number, seconds, failures = time.monotonic(), 0, 0.0, 0
-    happened: Counter[str] = Counter()
-    until = began + 60 * (given.minutes or 0.0)
+def _run_on(parser: _Parser, given: argparse.Namespace) -> int:
+    totals = Totals()
+    if given.totals is not None:
+        try:
+            totals = read_totals(given.totals)
+        except (OSError, msgspec.DecodeError) as error:
+            parser.error(f"--totals {given.totals}: {error}")
+    seed = totals.next_seed if given.first is None else given.first
+    if totals.has_run(seed):
+        parser.error(f"--first {seed}: {given.totals} has that seed; for other code, use another")
+    stop, until = seed + given.seeds, time.monotonic() + 60 * (given.minutes or 0.0)
+    num_before = len(totals.failures)
     with suppress(KeyboardInterrupt), worlds() as seam:
-        while number < given.seeds or time.monotonic() < until:
-            seed = given.first + number
+        while seed < stop or time.monotonic() < until:
+            began = time.process_time()
             scenario = draw(seed)
             outcome = run(scenario, seam)
-            number += 1
-            seconds += outcome.seconds
-            happened += outcome.happened
+            totals.add(seed, outcome, time.process_time() - began)
             if outcome.failure is not None:
-                failures += 1
                 print(f"seed {seed}: {outcome.failure}")
-                print(_shorten(scenario, outcome, seam), flush=True)
+                replay = _shorten(scenario, outcome, seam)
+                print(replay, flush=True)
+                totals.failures.append(Failed(seed, str(outcome.failure), replay))
                 if not given.all:
                     break
-    print(f"{number} scenarios, {seconds / 3600:.1f} virtual hours, {failures} failures")
-    print(", ".join(f"{what} {count}" for what, count in sorted(happened.items())))
-    return 1 if failures else 0
+            if given.totals is not None and seed % WRITTEN_EVERY == 0:
+                write_totals(given.totals, totals)
+            seed += 1
+    if given.totals is not None:
+        write_totals(given.totals, totals)
+    print("\n".join(totals.lines()))
+    return 1 if len(totals.failures) > num_before else 0
 
 
 if __name__ == "__main__":

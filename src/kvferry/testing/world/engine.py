@@ -449,9 +449,12 @@ class Engine:
 
     def _check_rest(self) -> None:
         """What holds once nothing is to be done: nobody has a pin."""
+        assert self.host is not None
         num_pins = 0 if self.has_lost_plan else self.scheduler.pool.num_pins
         if num_pins:
             raise Wrong("pool", f"{self.name} is at rest, and {num_pins} pins are left")
+        if not all(kv.null_block_is_untouched() for _, kv in self.host.ranks):
+            raise Wrong("null block", f"{self.name} wrote it")
         self._check_memory()
 
     def _check_memory(self) -> None:

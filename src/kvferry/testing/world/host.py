@@ -18,7 +18,7 @@ from kvferry.contract.messages import Plan, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
 from kvferry.keys import ChunkKeys
-from kvferry.testing.world.kv import TAINT, RankKV, WrongToken, extend_seeds
+from kvferry.testing.world.kv import TAINT, RankKV, Right, RightKV, WrongToken, extend_seeds
 from kvferry.testing.world.loop import Loop, Wrong
 from kvferry.types import (
     DEFAULT_OPTIONS,
@@ -31,9 +31,9 @@ from kvferry.types import (
 )
 
 IDLE_SECONDS = 0.005
-LONGEST_IDLE_SECONDS = 0.1
+LONGEST_IDLE_SECONDS = 0.5
+IDLE_GROWTH = 2.0
 """Pauses between steps without tokens; they grow while nothing happens."""
-
 
 HASH_SECONDS = 1.0
 """NaN shows while a chunk is hashed. Until then, memory may offer it, as a prefix cache does
@@ -56,6 +56,7 @@ class HostRequest:
         extra_keys: as the connector sees them; `UNREAD` until they are known.
         true_keys: what decides its KV.
         noted: keys of its chunks that a world knows, and how many of them.
+        read: what its host had copied, and the turn, when a forward found all of its KV right.
         was_off: why the cache was off when it was first admitted.
         is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
         on_end: called once it has ended.
@@ -78,11 +79,13 @@ class HostRequest:
     outcome: str = ""
     params: Mapping[str, Any] | None = None
     noted: tuple[ChunkKeys | None, int] = (None, 0)
+    read: tuple[int, int] | None = None
     was_off: str = ""
     on_end: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
+        self.right = RightKV()
         self.true_keys = self.extra_keys
 
     @property
@@ -132,6 +135,7 @@ class HostShape:
         late: whether a step is planned before the output of the last one has come.
         offers_early: whether other requests share blocks as soon as a step is planned that fills
             them.
+        decode_tokens: how many tokens a request gets at once, as from drafts that are all right.
     """
 
     block_size: int = 4
@@ -141,6 +145,7 @@ class HostShape:
     prefix_caching: bool = True
     late: bool = False
     offers_early: bool = False
+    decode_tokens: int = 1
     tokens_per_second: float = 5000.0
 
     def has_room(self, num_tokens: int) -> bool:
@@ -165,7 +170,7 @@ class Watch(Protocol):
         """These tokens of a request come from the connector."""
 
     def after_step(self) -> None:
-        """A step has ended that computed or reported something."""
+        """A step has ended in which requests began or ended, or which reported something."""
 
 
 @dataclass(slots=True)
@@ -191,6 +196,7 @@ class Host:
         num_preemptions: so many running requests are preempted in the next step.
         resets_within: whether the connector is reset once more between the look-ups of the next
             step and its plan, as no host should.
+        num_copies: how often kvferry has copied into its blocks. What was right stays so till then.
         off: why the cache is off; empty if it is not.
         is_broken: whether some hook has raised what nobody foresaw.
         plans_twice: whether the next step is planned twice, as no host should.
@@ -210,6 +216,7 @@ class Host:
         self.shape = shape
         self.role = role
         self.ranks = list(ranks)
+        self._groups = ranks[0][1].groups
         self.weights = 0
         self.pool = BlockPool(shape.num_blocks)
         self.requests: dict[str, HostRequest] = {}
@@ -219,7 +226,7 @@ class Host:
         self.num_steps = 0
         self._fold = WorkerOutputFold(len(self.ranks))
         self.longest_wait = math.inf
-        self.num_glitches = 0
+        self.num_glitches = self.num_copies = 0
         self._glitched: dict[int, float] = {}  # by the seed of a token, when it was NaN last
         self.num_preemptions = 0
         self.resets_within = self.plans_twice = self.is_broken = self.has_lost_plan = False
@@ -231,10 +238,12 @@ class Host:
         self._late: HostStep | None = None  # whose output is still to be learnt
         self._bad: set[int] = set()  # blocks of failed loads, and what was computed from them
         self._idle = IDLE_SECONDS
+        self._is_eventful = False  # whether something began or ended since the last check
 
     # -- requests -------------------------------------------------------------------------------
 
     def add(self, request: HostRequest) -> None:
+        self._is_eventful = True
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self._idle = IDLE_SECONDS
@@ -251,6 +260,7 @@ class Host:
             self._preempted.add(request.request_id)
             self.waiting.appendleft(request)
         self.running.clear()
+        self._is_eventful = True
         self.pool.reset()
         if weights != self.weights:
             self.weights = weights
@@ -284,6 +294,7 @@ class Host:
         if outcome == "done":
             self._check_kv(request)
             self._watch.asked(request)
+        self._is_eventful = True
         result = self.role.request_finished(request, (request.block_ids,))
         self._finished.add(request.request_id)
         del self.requests[request.request_id]
@@ -306,10 +317,14 @@ class Host:
     def _check_kv(self, request: HostRequest) -> None:
         if request.is_spoilt:
             return
+        right = self._right(request)
         for _, kv in self.ranks:
-            seeds = request.seeds[: request.num_computed_tokens]
-            if wrong := sorted({each.block for each in kv.wrong_tokens(request.block_ids, seeds)}):
+            found = kv.wrong_tokens(request.block_ids, right, request.num_computed_tokens)
+            if wrong := sorted({each.block for each in found}):
                 raise Wrong("wrong KV", f"{request!r} ended with wrong KV in blocks {wrong}")
+
+    def _right(self, request: HostRequest) -> Right:
+        return request.right.of(request.seeds, self._groups)
 
     def _lose_blocks(self, request: HostRequest) -> None:
         self.pool.free(request.block_ids)
@@ -352,6 +367,7 @@ class Host:
         return step
 
     def _preempt(self, victim: HostRequest, step: HostStep) -> None:
+        self._is_eventful = True
         self.running.remove(victim)
         self._lose_blocks(victim)
         step.preempted_request_ids.add(victim.request_id)
@@ -414,6 +430,7 @@ class Host:
 
     def _admit(self, request: HostRequest, num_local: int, num_external: int) -> None:
         num_tokens = len(request.all_token_ids)
+        self._is_eventful = True
         if not request.admitted and request.extra_keys.cacheable:
             request.was_off = self.off
         request.admitted = request.admitted or (num_tokens, num_local, num_external)
@@ -462,12 +479,14 @@ class Host:
             self._late = step
         else:
             self._update(step)
-        if step.scheduled or not step.output.is_empty():
+        if not step.output.is_empty() or self._is_eventful:
+            self._is_eventful = False
             self._watch.after_step()
+        if step.scheduled or not step.output.is_empty():
             self._idle = IDLE_SECONDS
         else:
             self.loop.sleep(self._idle * self._random.uniform(0.5, 1.5))
-            self._idle = min(LONGEST_IDLE_SECONDS, 1.3 * self._idle)
+            self._idle = min(LONGEST_IDLE_SECONDS, IDLE_GROWTH * self._idle)
 
     def _execute(self, step: HostStep) -> WorkerOutput:
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
@@ -478,6 +497,7 @@ class Host:
             self.num_glitches -= 1
         order = list(range(len(self.ranks)))
         self._random.shuffle(order)
+        before = self.num_copies
         outputs: list[WorkerOutput] = [WorkerOutput()] * len(order)
         wrong: dict[HostRequest, list[WrongToken]] = {}
         for rank in order:
@@ -489,8 +509,9 @@ class Host:
                 outputs[rank] = driver.output
             else:
                 outputs[rank] = driver.no_forward(step.plan, step.finished_request_ids)
-            if not kv.null_block_is_untouched():
-                raise Wrong("null block", "it was written")
+        for item in step.scheduled if before == self.num_copies else ():
+            is_right = item.request not in wrong and not item.request.is_spoilt
+            item.request.read = (before, item.turn) if is_right else None
         output = self._fold.fold(outputs)
         self._bad |= output.invalid_block_ids
         for request, tokens in wrong.items():
@@ -527,13 +548,16 @@ class Host:
     ) -> None:
         """Read what each request attends to, and write what it computes: wrong KV from wrong."""
         for item in step.scheduled:
-            request, start = item.request, item.num_computed_tokens
-            new = request.seeds[start : item.stop]
+            request, start, stop = item.request, item.num_computed_tokens, item.stop
+            new = request.seeds[start:stop]
+            right = self._right(request)
             if request.is_spoilt:
-                kv.compute(request.block_ids, new, start, more=math.nan)
+                kv.compute(request.block_ids, right, start, stop, more=math.nan)
                 self._glitched.update(dict.fromkeys(new, self.loop.now))
                 continue
-            found = kv.wrong_tokens(request.block_ids, request.seeds[:start])
+            found = []
+            if request.read != (self.num_copies, request.turn):
+                found = kv.wrong_tokens(request.block_ids, right, start)
             if found:
                 wrong.setdefault(request, []).extend(found)
             else:
@@ -542,7 +566,7 @@ class Host:
             if found and all(self._is_glitch(request, each) for each in found):
                 more = math.nan
                 self._glitched.update(dict.fromkeys(new, self.loop.now))
-            kv.compute(request.block_ids, new, start, more=more)
+            kv.compute(request.block_ids, right, start, stop, more=more)
 
     def _update(self, step: HostStep) -> None:
         output = step.output
@@ -554,10 +578,12 @@ class Host:
                 continue
             self._commit(request, item.stop)
             if item.stop == len(request.all_token_ids):
-                if len(request.all_token_ids) - request.num_prompt_tokens >= request.max_tokens:
+                made = len(request.all_token_ids) - request.num_prompt_tokens
+                more = min(request.max_tokens - made, self.shape.decode_tokens)
+                if not more:
                     self._end(request, "done")
-                else:
-                    request.all_token_ids.append(request.seeds[-1] % 97)
+                for place in range(more):
+                    request.all_token_ids.append((request.seeds[-1] + place) % 97)
         self.role.update_output(output)
         for _ in self.role.take_events():
             pass

@@ -17,6 +17,8 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.types import NULL_BLOCK, ExtraKeys, KVGroup
 
 Seeds = NDArray[np.uint64]
+Right = Sequence[NDArray[np.float32]]
+"""The right KV of each group, `[tokens, layers, heads, content]`."""
 
 _MASK = (1 << 64) - 1
 _LAYER, _HEAD, _PLACE = (
@@ -54,10 +56,10 @@ class Content(NamedTuple):
 
 
 @cache
-def _mix(index: int, layers: range, heads: range, content_size: int) -> Seeds:
+def _mix(index: int, num_layers: int, num_heads: int, content_size: int) -> Seeds:
     """Part of all values of a group that does not depend on tokens: `[layers, heads, content]`."""
-    of_layer = (np.arange(layers.start, layers.stop, dtype=np.uint64) + 64 * index) * _LAYER
-    of_head = np.arange(heads.start, heads.stop, dtype=np.uint64) * _HEAD
+    of_layer = (np.arange(num_layers, dtype=np.uint64) + 64 * index) * _LAYER
+    of_head = np.arange(num_heads, dtype=np.uint64) * _HEAD
     of_place = np.arange(content_size, dtype=np.uint64) * _PLACE * _LAYER
     mix: Seeds = of_layer[:, None, None] + of_head[None, :, None] + of_place[None, None, :]
     return mix
@@ -69,15 +71,19 @@ def _values(mix: Seeds, seeds: Seeds) -> NDArray[np.float32]:
     return ((mixed >> np.uint64(44)) & np.uint64(0xFFFF)).astype(np.float32)
 
 
+def _right(seeds: Sequence[int], groups: Sequence[KVGroup]) -> list[NDArray[np.float32]]:
+    """The right KV of each group, `[tokens, layers, heads, content]`."""
+    of_tokens = np.asarray(seeds, dtype=np.uint64)
+    return [
+        _values(_mix(index, group.num_layers, group.num_kv_heads, group.content_size), of_tokens)
+        for index, group in enumerate(groups)
+    ]
+
+
 def payload_of(content: Content) -> bytes:
     """The bytes behind the head of a right record, as docs/format.md lays them out."""
-    of_tokens = np.asarray(content.seeds, dtype=np.uint64)
-    parts = []
-    for index, group in enumerate(content.groups):
-        layers, heads = range(group.num_layers), range(group.num_kv_heads)
-        values = _values(_mix(index, layers, heads, group.content_size), of_tokens)
-        parts.append(values.transpose(1, 2, 0, 3).tobytes())
-    return b"".join(parts)
+    right = _right(content.seeds, content.groups)
+    return b"".join(values.transpose(1, 2, 0, 3).tobytes() for values in right)
 
 
 class WrongToken(NamedTuple):
@@ -89,64 +95,87 @@ class WrongToken(NamedTuple):
     """All that is wrong is NaN: it was computed as that, or never filled."""
 
 
+class RightKV:
+    """The right KV of one request, of all ranks: each token's is made once."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._last = 0
+        self._values: list[NDArray[np.float32]] = []
+
+    def of(self, seeds: Sequence[int], groups: Sequence[KVGroup]) -> Right:
+        """The KV of each group, `[tokens, layers, heads, content]`, of tokens with these seeds."""
+        known = self._num_tokens
+        if known and (known > len(seeds) or seeds[known - 1] != self._last):
+            known, self._values = 0, []  # other weights: a seed depends on all before it
+        if known < len(seeds):
+            more = _right(seeds[known:], groups)
+            self._values = (
+                [np.concatenate(pair) for pair in zip(self._values, more, strict=True)]
+                if known
+                else more
+            )
+            self._num_tokens, self._last = len(seeds), seeds[-1]
+        return self._values
+
+
 class RankKV:
     """The KV tensors of one rank, `[blocks, heads, block size, content]` per layer.
 
     Attributes:
+        groups: of the model.
         tensors: by the name of the layer, as a worker role registers them.
     """
 
     def __init__(self, spec: EngineSpec, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+        self.groups = spec.groups
         self.tensors: dict[str, torch.Tensor] = {}
         self._arrays: list[NDArray[np.float32]] = []
-        self._mixes: list[Seeds] = []
+        self._mine: list[tuple[slice, slice, slice]] = []  # of the right KV of each group
         for index, (group, shard) in enumerate(zip(spec.groups, spec.shard.groups, strict=True)):
-            layers = range(*shard.layers)
-            heads = range(*shard.heads)
-            shape = (len(layers), num_blocks, len(heads), block_size, group.content_size)
+            (first, stop), heads = shard.layers, slice(*shard.heads)
+            num_heads = heads.stop - heads.start
+            shape = (stop - first, num_blocks, num_heads, block_size, group.content_size)
             memory = torch.full(shape, float("nan"))
             self._arrays.append(memory.numpy())
-            for layer in layers:
-                self.tensors[f"{index}.{layer}"] = memory[layer - layers.start]
-            self._mixes.append(_mix(index, layers, heads, group.content_size))
-
-    def _places(self, blocks: Sequence[int], start: int, stop: int) -> tuple[NDArray, NDArray]:  # type: ignore[type-arg]
-        tokens = np.arange(start, stop)
-        return np.asarray(blocks)[tokens // self.block_size], tokens % self.block_size
+            for layer in range(first, stop):
+                self.tensors[f"{index}.{layer}"] = memory[layer - first]
+            self._mine.append((slice(None), slice(first, stop), heads))
+        tokens = np.arange(num_blocks * block_size)
+        self._block_of, self._place_of = tokens // block_size, tokens % block_size
 
     def compute(
-        self, blocks: Sequence[int], seeds: Sequence[int], start: int, *, more: float
+        self, blocks: Sequence[int], right: Right, start: int, stop: int, *, more: float
     ) -> None:
-        """Write the KV of the tokens that follow the first `start`, and so much more than right:
-        `TAINT` if the forward read wrong KV."""
-        which, places = self._places(blocks, start, start + len(seeds))
-        of_tokens = np.asarray(seeds, dtype=np.uint64)
-        for group, array in enumerate(self._arrays):
-            values = _values(self._mixes[group], of_tokens)
-            array[:, which, :, places] = values + np.float32(more)
+        """Write the KV of these tokens, and so much more than right: `TAINT` if the forward read
+        wrong KV."""
+        which = np.asarray(blocks)[self._block_of[start:stop]]
+        places = self._place_of[start:stop]
+        for array, values, mine in zip(self._arrays, right, self._mine, strict=True):
+            new = values[start:stop][mine]
+            array[:, which, :, places] = new + np.float32(more) if more else new
 
-    def wrong_tokens(self, blocks: Sequence[int], seeds: Sequence[int]) -> list[WrongToken]:
-        """The first tokens whose KV is not right; `seeds` are theirs."""
-        if not seeds:
+    def wrong_tokens(self, blocks: Sequence[int], right: Right, stop: int) -> list[WrongToken]:
+        """The tokens before `stop` whose KV is not right."""
+        if not stop:
             return []
-        which, places = self._places(blocks, 0, len(seeds))
-        of_tokens = np.asarray(seeds, dtype=np.uint64)
+        which, places = np.asarray(blocks)[self._block_of[:stop]], self._place_of[:stop]
         wrong: dict[int, bool] = {}
-        for group, array in enumerate(self._arrays):
+        for array, values, mine in zip(self._arrays, right, self._mine, strict=True):
             found = array[:, which, :, places]
-            right = _values(self._mixes[group], of_tokens)
-            if np.array_equal(found, right):
+            unequal = found != values[:stop][mine]
+            if not np.count_nonzero(unequal):
                 continue
-            differs = (found != right).reshape(len(seeds), -1)
-            is_nan = (~differs | np.isnan(found).reshape(len(seeds), -1)).all(axis=1)
+            differs = unequal.reshape(stop, -1)
+            is_nan = (~differs | np.isnan(found).reshape(stop, -1)).all(axis=1)
             for place in np.flatnonzero(differs.any(axis=1)).tolist():
                 wrong[place] = wrong.get(place, True) and bool(is_nan[place])
         return [WrongToken(at, int(which[at]), is_nan) for at, is_nan in sorted(wrong.items())]
 
     def poison(self, blocks: Collection[int]) -> None:
+        which = list(blocks)
         for array in self._arrays:
-            array[:, list(blocks)] = np.nan
+            array[:, which] = np.nan
 
     def null_block_is_untouched(self) -> bool:
         return all(np.isnan(array[:, NULL_BLOCK]).all() for array in self._arrays)

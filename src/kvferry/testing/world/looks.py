@@ -41,10 +41,9 @@ def look_again(world: World) -> None:
         _check_liveness(world, engine)
     for engine in engines:
         _check_second(world, engine)
-    for engine in engines:
-        for other in engines:
-            if other is not engine:
-                _check_across(world, engine, other)
+    for engine, other in zip(engines, [*engines[1:], *engines[:1]], strict=True):
+        if other is not engine:
+            _check_across(world, engine, other)
     if not (world.happened["kill"] or world.happened["restart"]):
         _check_erased(world)
 
@@ -146,7 +145,14 @@ def _check_second(world: World, engine: Engine) -> None:
     world.do("fault", (media[0].name, "error", 2.0, ""))
     if not _probe(world, engine, ask, tokens)[1] and not engine.scheduler.policy.is_any_slow:
         raise Wrong("liveness", f"{engine.name} does not load from {media[1].name} meanwhile")
-    world.loop.sleep(SETTLE_SECONDS)
+    until = world.loop.now + SETTLE_SECONDS
+    while world.loop.now < until and (media[0].faults or not _are_up(world)):
+        world.loop.sleep(1.0)
+
+
+def _are_up(world: World) -> bool:
+    stores = [each.parts[0].store for each in world.engines.values()]
+    return all(tier.state == "up" for store in stores for tier in store.tiers())
 
 
 def _check_across(world: World, engine: Engine, other: Engine) -> None:

@@ -73,26 +73,23 @@ class Loop:
 
     Attributes:
         now: virtual monotonic seconds.
+        current: the task that runs; None outside of `run`.
         num_turns: how often a task has gone on.
         failure: the first error that ended a task; `run` raises it.
     """
 
     def __init__(self, seed: int) -> None:
         self.now = START
+        self.current: Task | None = None
         self.num_turns = 0
         self.failure: BaseException | None = None
         self.tasks: dict[greenlet, Task] = {}
-        self._random = random.Random(f"loop {seed}")
+        self._random = random.Random(f"loop {seed}").random
         self._ready: list[Task] = []
         self._timers: list[tuple[float, int, int, Task]] = []  # due, number, wakes of the task
         self._num_timers = 0
         self._num_tasks = 0
         self._hub = getcurrent()
-
-    @property
-    def current(self) -> Task | None:
-        """The task that runs; None outside of `run`."""
-        return self.tasks.get(getcurrent())
 
     def spawn(self, run: Callable[[], Any], name: str, owner: str | None = None) -> Task:
         """Begin a task. Without an owner, it belongs to the process of the current task."""
@@ -110,6 +107,7 @@ class Loop:
                 self.failure = self.failure or error
             finally:
                 task.ended = True
+                self.current = None
                 self.tasks.pop(getcurrent(), None)
                 for waiter in task.waiters:
                     self.wake(waiter)
@@ -131,7 +129,14 @@ class Loop:
         if until < math.inf:
             self._num_timers += 1
             heapq.heappush(self._timers, (until, self._num_timers, task.wakes, task))
-        self._hub.switch()
+        chosen = self._next()
+        if chosen is not task:  # else it goes on at once
+            self.current = chosen
+            if chosen is None or chosen.greenlet is None:
+                self._hub.switch()
+            else:
+                chosen.greenlet.switch()
+            self.current = task
         if task.is_killed:
             raise Killed
 
@@ -174,31 +179,45 @@ class Loop:
         """
         self._hub = getcurrent()
         while not main.ended:
-            if not self._ready:
-                self._next_timer(main)
-                continue
-            self.num_turns += 1
-            if self.num_turns > MAX_TURNS:
-                raise Stuck(f"{MAX_TURNS} turns, and no end; last {self._ready[:4]}")
-            ready = self._ready
-            place = self._random.randrange(len(ready))
-            task, ready[place] = ready[place], ready[-1]
-            ready.pop()
-            if task.is_killed or task.greenlet is None:
-                continue
+            task = self._next()
+            if task is None:
+                if self.num_turns > MAX_TURNS:
+                    raise Stuck(f"{MAX_TURNS} turns, and no end; last {self._ready[:4]}")
+                waiting = ", ".join(map(repr, self.tasks.values()))
+                raise Stuck(f"{main} waits for what never comes; others that wait: {waiting}")
+            assert task.greenlet is not None
+            self.current = task
             task.greenlet.switch()
+            self.current = None
             if self.failure is not None:
                 raise self.failure
 
-    def _next_timer(self, main: Task) -> None:
+    def _next(self) -> Task | None:
+        """Draw the task that goes on; let time pass if none is ready. None: the loop must end."""
+        ready = self._ready
+        while self.num_turns <= MAX_TURNS:
+            if not ready:
+                if not self._next_timer():
+                    return None
+                continue
+            self.num_turns += 1
+            number = len(ready)
+            place = int(self._random() * number) if number > 1 else 0
+            task, ready[place] = ready[place], ready[-1]
+            ready.pop()
+            if not (task.is_killed or task.greenlet is None):
+                return task
+        return None
+
+    def _next_timer(self) -> bool:
+        """Go on to the time at which some task is due. False: none ever is."""
         while self._timers:
             until, _, wakes, task = heapq.heappop(self._timers)
             if task.wakes == wakes and not (task.ended or task.is_killed):
                 self.now = max(self.now, until)
                 self.wake(task)
-                return
-        waiting = ", ".join(map(repr, self.tasks.values()))
-        raise Stuck(f"{main} waits for what never comes; others that wait: {waiting}")
+                return True
+        return False
 
     def of(self, owner: str) -> list[Task]:
         """The tasks of a process that have not ended."""
@@ -217,5 +236,7 @@ class Loop:
             task.is_killed = True
         for each in list(self.tasks):
             while not each.dead and each:  # a task may catch it, and wait again
+                self.current = self.tasks.get(each)
                 each.throw(Killed)
+            self.current = None
             self.tasks.pop(each, None)

@@ -17,6 +17,8 @@ from kvferry.blocks.copies import BlockCopies, ChunkCopy
 from kvferry.cache import build
 from kvferry.errors import TransferError
 from kvferry.store import kinds
+from kvferry.store.file.settings import FileBounds
+from kvferry.store.file.upkeep import Upkeep
 from kvferry.store.servers import peer
 from kvferry.testing.world.life import live
 from kvferry.testing.world.loop import START, Killed, Loop, Stuck, Wrong
@@ -26,6 +28,9 @@ from kvferry.testing.world.threads import EPOCH, Seam, in_world
 from kvferry.testing.world.world import World
 
 DEVICE_FAULT = "the device of this world failed"
+
+DIRECTORY_SECONDS = 1.0
+"""How often an idle directory store looks for what other processes did. It takes real reads."""
 
 MOST_LINES = 500
 """Most warnings and errors that kvferry logs in one scenario."""
@@ -125,10 +130,11 @@ def worlds() -> Iterator[Seam]:
         seam.put(kinds, "_installed", lambda: {"sim": (point,)})
         seam.put(build, "PeerServer", lambda *a, **k: seam.peers.server(*a, **k))
         seam.put(peer, "PeerClient", lambda *a, **k: seam.peers.client(*a, **k))
+        seam.put(Upkeep, "_bounds", FileBounds(tick_seconds=DIRECTORY_SECONDS))
         scatter = BlockCopies.scatter
 
         def scatter_or_fail(self: BlockCopies, copy: ChunkCopy) -> None:
-            if seam.world.device_fails():
+            if seam.world.begin_copy():
                 raise TransferError(DEVICE_FAULT)
             scatter(self, copy)
 

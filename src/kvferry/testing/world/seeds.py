@@ -96,11 +96,12 @@ def _engine(
     host = HostShape(
         block_size=rng.choice((4, 4, 8, 16)),
         num_blocks=rng.choice((30, 40, 96, 200)),
-        max_tokens=rng.choice((6, 16, 64, 200)),
+        max_tokens=rng.choice((10, 16, 64, 200)),
         max_requests=rng.choice((2, 4, 8)),
         prefix_caching=rng.random() < 0.5,
         late=rng.random() < 0.3,
         offers_early=rng.random() < 0.4,
+        decode_tokens=rng.choice((1, 4, 8)),
         tokens_per_second=rng.choice((300.0, 2000.0, 50_000.0)),
     )
     return EngineShape(
@@ -147,8 +148,8 @@ _AT_A_MOMENT = (
     *("fault", "damage", "kill", "restart", "forget", "break_load", "break_load"),
     *("break_at", "break_at"),
 )
-_PLACES = (
-    *("policy.begin_step", "_heed_erased", "_searches._learn", "saves.plan", "saves.poll_writes"),
+PLACES = (
+    *("policy.begin_step", "_erased.heed", "_searches._learn", "saves.plan", "saves.poll_writes"),
     *("audits.plan", "pool.touch", "pool.pop_orders", "pool.pop_orders"),
 )
 """Parts of the scheduler role that fail once, if something unforeseen happens."""
@@ -218,7 +219,7 @@ def _given(
     if what in ("break_load", "preempt"):
         return name, rng.randrange(1, 4)
     if what == "break_at":
-        return name, rng.choice(_PLACES), rng.randrange(4)
+        return name, rng.choice(PLACES), rng.randrange(4)
     if what == "erase":
         return (rng.choice(SALTS),)
     if what == "sleep":

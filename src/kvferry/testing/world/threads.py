@@ -46,7 +46,7 @@ class Waiters:
         until = math.inf if timeout is None else self._loop.now + max(0.0, timeout)
         task = self._loop.current
         while self._loop.now < until:
-            if task is not None:
+            if task is not None and task not in self._tasks:
                 self._tasks.append(task)
             self._loop.wait(until)
             if holds():
@@ -54,9 +54,10 @@ class Waiters:
         return holds()
 
     def wake(self) -> None:
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            self._loop.wake(task)
+        if self._tasks:
+            tasks, self._tasks = self._tasks, []
+            for task in tasks:
+                self._loop.wake(task)
 
 
 class Event:
@@ -99,6 +100,9 @@ class Semaphore:
         return self._value <= 0
 
     def __enter__(self) -> bool:
+        if self._value > 0:  # most locks are free
+            self._value -= 1
+            return True
         return self.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -261,11 +265,10 @@ class Seam:
 
     def _mine(self, real: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
         """A function that only the world's thread finds replaced."""
-        thread = self._thread
+        thread, get_ident = self._thread, threading.get_ident
 
         def either(*args: Any, **given: Any) -> Any:
-            is_mine = threading.get_ident() == thread
-            return stand_in(*args, **given) if is_mine else real(*args, **given)
+            return (stand_in if get_ident() == thread else real)(*args, **given)
 
         return either
 

@@ -23,6 +23,7 @@ class Truth:
         self.computed: dict[int, float] = {}
         self.erased: dict[bytes, float] = {}
         self._contents: dict[ChunkKey, tuple[Content, bytes]] = {}
+        self._payloads: dict[ChunkKey, bytes] = {}
 
     def learn(self, key: ChunkKey, content: Content, mark: bytes) -> None:
         """A request has a chunk with this key. Raises Wrong: the key stands for something else."""
@@ -40,7 +41,9 @@ class Truth:
         known = self._contents.get(key)
         if known is None:
             raise Wrong("wrong record", f"{where} has {key.hex()}, which no request asked for")
-        return payload_of(known[0])
+        if key not in self._payloads:
+            self._payloads[key] = payload_of(known[0])
+        return self._payloads[key]
 
     def is_erased(self, key: ChunkKey, before: float) -> bool:
         """Whether a chunk was erased before that time, and nobody has computed it since."""

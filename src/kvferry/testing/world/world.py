@@ -313,12 +313,15 @@ class World:
 
     # -- what it knows --------------------------------------------------------------------------
 
-    def device_fails(self) -> bool:
-        """Whether a copy of the current task's engine fails."""
-        task = self.loop.current
-        is_failing = task is not None and self._device_faults[task.owner] > 0
-        if task is not None and is_failing:
-            self._device_faults[task.owner] -= 1
+    def begin_copy(self) -> bool:
+        """The current task's engine copies into its blocks. Whether that fails."""
+        assert self.loop.current is not None
+        owner = self.loop.current.owner
+        engine = self.engines.get(owner)
+        if engine is not None and engine.host is not None:
+            engine.host.num_copies += 1
+        is_failing = self._device_faults[owner] > 0
+        self._device_faults[owner] -= is_failing
         return is_failing
 
     def computed(self, engine: Engine, item: Scheduled) -> None:
