@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvferry.record.check import RecordInfo, parse_head
 from tests.real_vllm.conftest import Pool
 from tests.real_vllm.harness import (
     Oracle,
     assert_same,
     expected_hit,
     kvferry,
+    records,
     wait_for_records,
 )
 from tests.real_vllm.host import does
@@ -63,8 +65,13 @@ def store(
     return store
 
 
+def others(prompts: list[list[int]]) -> list[list[int]]:
+    """Prompts of the same lengths that are stored nowhere."""
+    return [[token % 300 + 5 for token in reversed(prompt)] for prompt in prompts]
+
+
 @pytest.mark.parametrize("split", SPLITS)
-def test_machines_read_together_what_one_has_stored(
+def test_machines_read_together_what_one_has_stored_and_store_shards(
     split: str,
     machines: Machines,
     models: dict[str, Path],
@@ -72,8 +79,25 @@ def test_machines_read_together_what_one_has_stored(
     prompts: list[list[int]],
     store: Path,
 ) -> None:
+    before, own = records(store), others(prompts) if split == "ranks" else prompts[:0]
     with machines.engine(models["plain"], kvferry(store), **SPLITS[split]) as engine:
         answers = engine.generate(prompts)
+        if own:
+            engine.generate(own)
+            num_shards = 2 if machines.are_apart else 1
+            wait_for_records(store, len(before) + num_shards * (2 + 3 + 6))
     assert_same(oracle(prompts), answers)
     assert [answer.cached for answer in answers] == [expected_hit(n) for n in LENGTHS]
+    assert answers.external == sum(expected_hit(n) for n in LENGTHS)
+    if not (own and machines.are_apart):
+        return
+    heads = [
+        parse_head(memoryview(path.read_bytes()), path.stat().st_size)
+        for path in before ^ records(store)
+    ]
+    assert all(isinstance(head, RecordInfo) and head.of for head in heads)
+    # The first requests of another start find them.
+    with machines.engine(models["plain"], kvferry(store), **SPLITS[split]) as engine:
+        answers = engine.generate(own)
+    assert_same(oracle(own), answers)
     assert answers.external == sum(expected_hit(n) for n in LENGTHS)

@@ -7,7 +7,7 @@ import math
 import random
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from kvferry.cache.deciding.sharded_store import ShardedStore
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import machine_bytes, slot_size
+from kvferry.cache.messages import SlotRegion
 from kvferry.cache.moving.worker import CacheWorker
 from kvferry.config import build_config
 from kvferry.contract.spec import EngineSpec, Mode
@@ -115,6 +116,8 @@ class PrefixCache:
             identity=self.identity,
             states=None if spec.states is None else self._places(spec.states.block_size),
         )
+        self._scheduler: CacheScheduler | None = None
+        self._worker: CacheWorker | None = None
         self._server: PeerServer | None = None
         self._keep_server: Callable[[], object] = _nothing
         role = "scheduler" if has_scheduler else "worker"
@@ -263,7 +266,19 @@ class PrefixCache:
             )
             self._keep_server = end_when_dropped(self, str(self._server), self._server.close)
             scheduler.advertise(*self._server.address)
+        self._scheduler = scheduler
         return scheduler
+
+    @property
+    def region(self) -> SlotRegion | None:
+        """Where the slots of the worker role are; None without that role."""
+        return None if self._worker is None else self._worker.region
+
+    def learn_regions(self, regions: Iterable[SlotRegion]) -> None:
+        """Tell the scheduler role where the ranks' slots are, if the host brings that at its start.
+        It learns it from reports, too, but the first look-ups come before these."""
+        if self._scheduler is not None:
+            self._scheduler.learn_regions(regions)
 
     def worker(self, setup: DeviceSetup | None = None) -> CacheWorker:
         """The worker role; call once.
@@ -276,7 +291,9 @@ class PrefixCache:
         if spec.states is not None:
             kinds, tables = spec.states.kinds, spec.states.tables
             states = PagedStates(kinds, tables, list(zip(self._parts, records.parts, strict=True)))
-        return CacheWorker(self.context, records, self.num_slots, setup or DeviceSetup(), states)
+        setup = setup or DeviceSetup()
+        self._worker = CacheWorker(self.context, records, self.num_slots, setup, states)
+        return self._worker
 
 
 def _chunk_tokens(spec: EngineSpec, chosen: int | None) -> int:

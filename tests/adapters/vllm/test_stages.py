@@ -393,7 +393,8 @@ def test_what_any_rank_of_any_stage_says_in_the_handshake_is_compared(engine, ra
         divmod(place, 2): worker.get_handshake_metadata()
         for place, worker in enumerate(host.workers)
     }
-    said[divmod(rank, 2)] = replace(said[divmod(rank, 2)], chunk_multiple=3)
+    at = divmod(rank, 2)
+    said[at] = said[at]._replace(spec=replace(said[at].spec, chunk_multiple=3))
     with pytest.raises(ConfigError, match=f"ranks .*{rank or '0'} .*describe the model's KV"):
         host.scheduler.set_xfer_handshake_metadata_pp_aware(said)
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 from kvferry.adapters.vllm.events import EventTranslator
@@ -33,6 +33,7 @@ from kvferry.adapters.vllm.states import served_states
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import CacheConfig
 from kvferry.cache.epoch import CacheIdentity
+from kvferry.cache.messages import SlotRegion
 from kvferry.config import build_config, format_size, unknown
 from kvferry.contract.faults import HookFaults
 from kvferry.contract.messages import LookupMiss
@@ -63,6 +64,14 @@ START_SECONDS = 5.0
 
 GAUGE_SECONDS = 1.0
 """Seconds between two reports of gauges."""
+
+
+class _Described(NamedTuple):
+    """What a worker tells the scheduler's half at the start."""
+
+    spec: EngineSpec
+    region: SlotRegion | None
+    """Where its slots are; None if it has none."""
 
 
 class FerryConnector(OneRole):
@@ -231,9 +240,9 @@ class FerryConnector(OneRole):
     # The start, after both halves were constructed. vLLM's scheduler sees less of the model than
     # its workers: its half takes their description before the first request.
 
-    def get_handshake_metadata(self) -> EngineSpec | None:
+    def get_handshake_metadata(self) -> _Described | None:
         if not shares_handshake(self):
-            return self._cache.spec
+            return _Described(self._cache.spec, self._cache.region)
         refuse_stages_beside_others(self._host_config.parallel_config)
         return None
 
@@ -243,8 +252,8 @@ class FerryConnector(OneRole):
         Raises:
             ConfigError: the workers disagree, or what they describe cannot be served.
         """
-        described = [each for each in metadata.values() if isinstance(each, EngineSpec)]
-        spec = spec_of_workers(self._cache.spec, described)
+        described = [each for each in metadata.values() if isinstance(each, _Described)]
+        spec = spec_of_workers(self._cache.spec, [each.spec for each in described])
         if spec is not None:
             if self._num_stages == 1:
                 logger.info(
@@ -254,6 +263,7 @@ class FerryConnector(OneRole):
             self._cache.close()
             self._open(spec)
             self._tell_start()
+        self._cache.learn_regions(each.region for each in described if each.region is not None)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
