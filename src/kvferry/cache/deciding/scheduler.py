@@ -145,6 +145,7 @@ class CacheScheduler(SchedulerRole):
 
     # -- lookup ---------------------------------------------------------------------------------
 
+    @leaves_no_pin
     def expect_no_reports(self) -> None:
         """Load and save nothing from now on: the host turned out to carry no reports from workers
         to the scheduler. Without reports the contents of slots are unknown."""
@@ -558,6 +559,7 @@ class CacheScheduler(SchedulerRole):
         announcer = self.saves.announcer
         return () if announcer is None else announcer.pop_events()
 
+    @leaves_no_pin
     def reset(self) -> bool:
         """Begin another epoch, with new chunk keys, as when the weights changed. Stored records
         stay for other engines, but this one does not read them again. The pool is emptied. Saves
