@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.host import HostStep
 from kvferry.cache.deciding.host_pool import NO_KEY
+from kvferry.cache.deciding.scheduler import CacheScheduler
 from kvferry.cache.messages import CacheMeta, Filled, RankReport
 from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.handover import STAMP
@@ -317,3 +318,12 @@ def test_a_fault_while_an_epoch_begins_leaves_no_pin_without_an_owner(make_host,
     with pytest.raises(RuntimeError):
         getattr(host.scheduler, hook)()
     assert host.pool.num_pins == sum(map(len, host.scheduler.holds()))
+
+
+def test_each_hook_that_changes_something_lets_go_of_what_has_no_owner():
+    hooks = {name: each for name, each in vars(CacheScheduler).items() if name[0] != "_"}
+    unwrapped = {
+        name for name, each in hooks.items() if callable(each) and not hasattr(each, "__wrapped__")
+    }
+    # They read, or the role is at its end.
+    assert unwrapped == {"advertise", "empty_plan", "holds", "has_work", "take_events", "close"}

@@ -457,6 +457,7 @@ class CacheScheduler(SchedulerRole):
                 if report.pool == self.pool.pool_id:
                     self._learn(report)
 
+    @leaves_no_pin
     def learn_regions(self, regions: Iterable[SlotRegion]) -> None:
         """Learn where the slots of ranks are before they report: for hosts that bring it at their
         start, so that the first look-up knows whether ranks are apart."""
