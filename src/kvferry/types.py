@@ -240,6 +240,10 @@ class KVGroup:
         window: sliding window in tokens, including the attending one; None for full attention.
         chunk: tokens of an attention chunk: a token attends to those before it that are in the same
             chunk, counted from the first token of the prompt; None for attention without chunks.
+        row_tokens: tokens for which `content_size` elements are stored: more than 1 where a host
+            compresses so many that none has whole bytes. Only whole blocks are then stored.
+        tail: tokens at the end of a chunk that a record holds of this group, where hits end at the
+            ends of chunks and so need no others; None: all.
         values: dtype of the values that a host keeps as bytes, such as "float8_e4m3fn": for what is
             about to be stored, which must be finite. It divides no groups. Empty: `dtype`.
     """
@@ -251,6 +255,8 @@ class KVGroup:
     block_size: int
     window: int | None = None
     chunk: int | None = None
+    row_tokens: int = 1
+    tail: int | None = None
     values: str = field(default="", compare=False)
 
 
@@ -397,3 +403,10 @@ class TablePart:
     block_size: int
     window: int | None = None
     chunk: int | None = None
+
+    @property
+    def window_in_blocks(self) -> int | None:
+        """Tokens before the end of a block that a hit needs which ends there; None if all."""
+        if self.window is None:
+            return None
+        return -(-(self.window - 1) // self.block_size) * self.block_size

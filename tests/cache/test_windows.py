@@ -356,6 +356,39 @@ def test_a_chunk_that_fits_into_the_window_is_saved_whatever_the_steps(
         assert host.observer["save_out_of_window"] == 0
 
 
+@given(
+    window=st.integers(1, 8),
+    block_size=st.sampled_from((1, 2, 4)),
+    budget=st.integers(1, 30),
+    local=st.integers(0, 2),
+)
+@settings(deadline=None, max_examples=15)
+def test_of_a_tail_every_chunk_is_saved_whatever_the_steps_and_hits_end_with_chunks(
+    window: int, block_size: int, budget: int, local: int
+):
+    full, short = group(1, None, block_size=4), group(2, window)
+    tail = max(1, -(-(window - 1) // block_size) * block_size)
+    groups, tables = (full, replace(short, tail=tail)), split((full, short), 1, (4, block_size))
+    with opened(groups, MemoryStore("x"), tables=tables, chunk_tokens=16) as host:
+        host.run("writer", list(range(70)), budget=budget)
+        host.settle()
+        assert host.observer["put_stored"] == 4
+        for tokens in (list(range(70)), [*range(60), 99]):
+            host.pool.clear()  # each byte of a hit comes from the store
+            hit = host.run(str(tokens), tokens, num_local_tokens=4 * local, budget=budget)
+            assert hit.num_external_tokens == len(tokens) // 16 * 16 - 4 * local
+        assert host.observer["save_out_of_window"] == 0
+
+
+def test_a_record_has_the_tail_of_a_group_alone():
+    whole = (group(1, None), group(1, 5))
+    sizes = {}
+    for groups in (whole, (whole[0], replace(whole[1], tail=4))):
+        with opened(groups, MemoryStore("x"), chunk_tokens=16) as host:
+            sizes[groups] = host.parts[0].schema.payload_bytes
+    assert list(sizes.values()) == [(16 + 16) * 16, (16 + 4) * 16]
+
+
 # -- layers on several ranks -----------------------------------------------------------------------
 
 

@@ -97,3 +97,11 @@ def test_a_table_may_keep_all_tokens_or_the_chunks_of_its_group_and_no_others(ch
 def test_a_window_on_a_table_of_full_attention_is_refused():
     with pytest.raises(ConfigError, match="attends to all"):
         spec((group(),), (part(0, 0, (0, 1, 2, 3), window=64),))
+
+
+def test_a_record_has_all_that_a_hit_needs_of_a_table():
+    groups = (replace(group(window=8), tail=8),)
+    spec(groups, (part(0, 0, (0, 1, 2, 3), window=8),))
+    for window, needs in ((10, "12 tokens of table 0"), (None, "all tokens of table 0")):
+        with pytest.raises(ConfigError, match=f"needs {needs}, a record has the last 8"):
+            spec(groups, (part(0, 0, (0, 1, 2, 3), window=window),))

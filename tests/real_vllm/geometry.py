@@ -33,7 +33,6 @@ from kvferry.types import NULL_BLOCK
 from tests.host_tables import HostTable
 from tests.simulated_host import SimulatedHost
 
-NUM_BLOCKS = 64
 CHUNK = 128
 GARBAGE = 0xA5
 
@@ -56,6 +55,7 @@ class Mix:
         hybrid: whether each kind of layer has a block table of its own.
         budget: tokens of the steps that store a prompt.
         platform: vLLM's name of the device.
+        num_blocks: of all tables together.
     """
 
     specs: Callable[[int], Mapping[str, Any]]
@@ -70,6 +70,7 @@ class Mix:
     hybrid: bool = True
     budget: int = 96
     platform: str = "cuda"
+    num_blocks: int = 64
 
     def but(self, **more: Any) -> Mix:
         """The same with other values."""
@@ -97,7 +98,7 @@ def resolved(mix: Mix, tp: int, vllm_config: Any) -> tuple[list[Any], Any]:
     config.scheduler_config = copy.copy(vllm_config.scheduler_config)
     config.scheduler_config.max_num_encoder_input_tokens = 64
     config.scheduler_config.disable_hybrid_kv_cache_manager = not mix.hybrid
-    config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
+    config.cache_config.num_gpu_blocks_override = mix.num_blocks
     config.cache_config.kv_cache_layout = mix.layout
     config.model_config.max_model_len = 320
     specs = dict(mix.specs(tp))
@@ -163,7 +164,7 @@ class RankOfVllm:
     def __init__(
         self, mix: Mix, tp: int, rank: int, groups: Any, vllm_layout: Any, driver: StepDriver
     ) -> None:
-        from vllm.v1.kv_cache_interface import CircularBufferSpec, UniformTypeKVCacheSpecs
+        from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
         from vllm.v1.worker.utils import allocate_kv_cache
 
         self.worker, self.driver = driver.role, driver
@@ -181,7 +182,7 @@ class RankOfVllm:
                 for name in group.layer_names
                 if name not in mix.drafts
             }
-            specs = {n: s for n, s in specs.items() if not isinstance(s, CircularBufferSpec)}
+            specs = {n: s for n, s in specs.items() if s.prefix_cacheable}
             self._layers.append(
                 [(name, spec, mix.heads_of(name, spec, rank, tp)) for name, spec in specs.items()]
             )
@@ -200,7 +201,8 @@ class RankOfVllm:
         self, request: HostRequest, seeds: Sequence[int], start: int, stop: int
     ) -> Iterator[tuple[Callable[[Any], Any], torch.Tensor]]:
         """Yield for each layer a function that reads or writes the tokens that have a block, and
-        their right bytes, `[tokens, heads of this rank, bytes]`."""
+        their right bytes, `[tokens, heads of this rank, bytes]`. Where a row stands for several
+        tokens, it is written with the last of them."""
         for group, ids, layers in zip(self._groups, request.block_ids, self._layers, strict=True):
             size = group.kv_cache_spec.block_size
             held = [
@@ -210,35 +212,27 @@ class RankOfVllm:
             ]
             if not held:
                 continue
-            blocks = torch.tensor([ids[token // size] for token in held])
-            places = torch.tensor(held) % size
-            wanted = torch.tensor([seeds[token] for token in held]).view(-1, 1, 1)
             for name, spec, heads in layers:
+                last = [token for token in held if (token + 1) % spec.tokens_per_state == 0]
+                blocks = torch.tensor([ids[token // size] for token in last], dtype=torch.int64)
+                places = torch.tensor(last, dtype=torch.int64) % size
+                wanted = torch.tensor([seeds[token] for token in last]).view(-1, 1, 1)
                 values = self._values(name, spec, heads, wanted)
-                yield self._cells(name, spec, blocks, places), values
+                yield self._cells(name, spec, blocks, places // spec.tokens_per_state), values
 
     def _values(self, name: str, spec: Any, heads: range, seeds: torch.Tensor) -> torch.Tensor:
-        content = torch.arange(self._token_bytes(name, spec))
+        cache = self.caches[name]
+        content = torch.arange(cache.shape[3] * cache.itemsize * (2 if is_nvfp4(spec) else 1))
         layer = sum(name.encode())
         value = seeds * 31 + layer * 1009 + torch.tensor(heads).view(1, -1, 1) * 97 + content * 7
         return (value % 251).to(torch.uint8)
 
-    def _kernel(self, name: str, spec: Any) -> int:
-        """Tokens per block of a tensor."""
-        return int(self.caches[name].shape[2] * getattr(spec, "tokens_per_state", 1))
-
-    def _token_bytes(self, name: str, spec: Any) -> int:
-        cache = self.caches[name]
-        if is_nvfp4(spec):
-            return 2 * int(cache.shape[3])
-        return cache.shape[2] * cache.shape[3] * cache.itemsize // self._kernel(name, spec)
-
     def _cells(
-        self, name: str, spec: Any, blocks: torch.Tensor, places: torch.Tensor
+        self, name: str, spec: Any, blocks: torch.Tensor, rows: torch.Tensor
     ) -> Callable[[Any], Any]:
         cache = self.caches[name].view(torch.uint8)
-        kernel, token_bytes = self._kernel(name, spec), self._token_bytes(name, spec)
-        at = blocks * (spec.block_size // kernel) + places // kernel, places % kernel
+        kernel = cache.shape[2]
+        at = blocks * (spec.num_states // kernel) + rows // kernel, rows % kernel
         if is_nvfp4(spec):
             parts = nvfp4_parts(cache, spec.num_kv_heads)
 
@@ -251,9 +245,8 @@ class RankOfVllm:
                 return None
 
             return by_half
-        if kernel != cache.shape[2]:  # a row for several tokens
-            cache = cache.view(cache.shape[0], 1, kernel, token_bytes)
-        if not name.endswith(self._keys_first):
+        scales = self._scales_apart(name, spec)
+        if not scales:
 
             def by_token(values: torch.Tensor | None) -> torch.Tensor | None:
                 if values is None:
@@ -262,14 +255,14 @@ class RankOfVllm:
                 return None
 
             return by_token
-        # The indexer's kernel keeps all keys of a block before all scales, 4 bytes each.
-        flat = cache[:, 0].reshape(cache.shape[0], -1)
-        assert flat.data_ptr() == cache.data_ptr(), "a view"
-        keys = cache.shape[-1] - 4
+        # All keys of a block are before all scales.
+        size = cache.shape[-1]
+        flat = cache.as_strided((cache.shape[0], kernel * size), (cache.stride(0), 1))
+        keys = size - scales
         offsets = torch.cat(
             [
                 (at[1] * keys).view(-1, 1) + torch.arange(keys),
-                (kernel * keys + at[1] * 4).view(-1, 1) + torch.arange(4),
+                (kernel * keys + at[1] * scales).view(-1, 1) + torch.arange(scales),
             ],
             dim=1,
         )
@@ -282,21 +275,27 @@ class RankOfVllm:
 
         return by_block
 
-    _keys_first = ("k_cache",)
+    @staticmethod
+    def _scales_apart(name: str, spec: Any) -> int:
+        """Bytes of a row's scales, if its kernel keeps them behind all keys of the block."""
+        if name.endswith("k_cache"):
+            return 4
+        is_packed = spec.state_content_bytes is not None
+        return 8 if is_packed and getattr(spec, "model_version", None) else 0
 
     def poison(self, blocks: Collection[int]) -> None:
-        for layers, group in zip(self._layers, self._groups, strict=True):
+        for layers in self._layers:
             for name, spec, _ in layers:
                 cache = self.caches[name].view(torch.uint8)
-                parts = group.kv_cache_spec.block_size // self._kernel(name, spec)
+                parts = spec.num_states // cache.shape[2]
                 for block in blocks:
                     cache[block * parts : (block + 1) * parts] = GARBAGE
 
     def check_null_block(self) -> None:
-        for layers, group in zip(self._layers, self._groups, strict=True):
+        for layers in self._layers:
             for name, spec, _ in layers:
                 cache = self.caches[name].view(torch.uint8)
-                parts = group.kv_cache_spec.block_size // self._kernel(name, spec)
+                parts = spec.num_states // cache.shape[2]
                 if not bool((cache[:parts] == GARBAGE).all()):
                     raise AssertionError("the null block was written")
 
@@ -327,10 +326,12 @@ def nvfp4_parts(cache: torch.Tensor, heads: int) -> list[torch.Tensor]:
     return found
 
 
-def ring(group: Any) -> int | None:
+def kept(group: Any) -> int | None:
     """How many tokens vLLM keeps of a group that no part names, if it does not keep all."""
-    spec = group.kv_cache_spec
-    return spec.block_size if type(spec).__name__ == "CircularBufferSpec" else None
+    spec = getattr(group.kv_cache_spec, "first_spec", group.kv_cache_spec)
+    if type(spec).__name__ == "CircularBufferSpec":
+        return int(spec.block_size)
+    return getattr(spec, "sliding_window", None)
 
 
 class EngineOfVllm:
@@ -381,14 +382,14 @@ class EngineOfVllm:
         tables = [
             HostTable(
                 block_size=group.kv_cache_spec.block_size,
-                window=next((p.window for p in spec.table_parts if p.table == index), ring(group)),
+                window=next((p.window for p in spec.table_parts if p.table == index), kept(group)),
                 chunk=next((p.chunk for p in spec.table_parts if p.table == index), None),
                 layers=tuple((p.group, p.layers) for p in spec.table_parts if p.table == index),
             )
             for index, group in enumerate(workers[0].kv_cache_groups)
             for spec in [halves[0][0]]
         ]
-        self.host = SimulatedHost(role, [], num_blocks=NUM_BLOCKS, tables=tables, num_ranks=tp)
+        self.host = SimulatedHost(role, [], num_blocks=mix.num_blocks, tables=tables, num_ranks=tp)
         self.host.ranks = ranks
         self._caches[0].wait_ready(10)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
-from kvferry.adapters.vllm import layers
+from kvferry.adapters.vllm import layer_kv, layers
 from kvferry.adapters.vllm.kv_specs import KV_SPECS
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.identity.resolved import Use, describe_spec
@@ -141,6 +142,139 @@ def compressed(ring=16, ratio=4, **more):
     )
 
 
+def deepseek_v4(ratios=(4, 128, 0), cache_dtype="fp8_ds_mla", block=256, **more):
+    """Latents of which one row stands for 4 or 128 tokens, windows, and what is not compressed yet,
+    as vLLM's own modules describe them."""
+    cache = SimpleNamespace(cache_dtype=cache_dtype, block_size=block)
+    config = SimpleNamespace(cache_config=cache)
+    dtype = BYTES if cache_dtype == "fp8_ds_mla" else BF16
+
+    def specs(_):
+        # They warn when they are imported.
+        from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
+        from vllm.models.deepseek_v4.compressor import CompressorStateCache
+        from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+        def state(ratio, head_size):
+            overlap = 2 if ratio == 4 else 1
+            return CompressorStateCache.get_kv_cache_spec(
+                SimpleNamespace(
+                    block_size=4 if ratio == 4 else 8,
+                    state_dim=2 * overlap * head_size,
+                    dtype=torch.float32,
+                    sliding_window=overlap * ratio,
+                ),
+                config,
+            )
+
+        found = {}
+        for number, ratio in enumerate(ratios):
+            place = f"model.layers.{number}.attn"
+            found[f"{place}.swa_cache"] = DeepseekV4SWACache.get_kv_cache_spec(
+                SimpleNamespace(
+                    cache_config=cache,
+                    bounded_replay=False,
+                    block_size=64,
+                    head_dim=512,
+                    dtype=dtype,
+                    window_size=128,
+                    packed_bytes_per_token=584,
+                    packed_page_alignment=576,
+                ),
+                config,
+            )
+            if ratio:
+                latents = SimpleNamespace(
+                    compress_ratio=ratio,
+                    kv_cache_dtype=cache_dtype,
+                    head_dim=512,
+                    kv_cache_torch_dtype=dtype,
+                )
+                found[place] = DeepseekV4Attention.get_kv_cache_spec(latents, config)
+                found[f"{place}.compressor.state_cache"] = state(ratio, 512)
+            if ratio == 4:
+                indexer = SimpleNamespace(
+                    cache_config=cache, head_dim=132, dtype=BYTES, compress_ratio=ratio
+                )
+                found[f"{place}.indexer.k_cache"] = DeepseekV4IndexerCache.get_kv_cache_spec(
+                    indexer, config
+                )
+                found[f"{place}.indexer.compressor.state_cache"] = state(ratio, 128)
+        return found
+
+    return Mix(
+        specs=specs,
+        config={"num_hidden_layers": len(ratios)},
+        backends={
+            "state_cache": "CompressorBackend",
+            "k_cache": "DeepseekV4IndexerBackend",
+            "swa_cache": "DeepseekSparseSWABackend",
+            "attn": "DeepseekV4FlashMLABackend",
+        },
+        layout="BLNHC",
+        chunk=256,
+        num_blocks=320,
+        **more,
+    )
+
+
+def deepseek_v41(cache_dtype="fp8_ds_mla", **more):
+    """As V4, with windows that vLLM computes again after a hit, and rings."""
+    cache = SimpleNamespace(cache_dtype=cache_dtype, block_size=256)
+    config = SimpleNamespace(cache_config=cache)
+
+    def specs(_):
+        from vllm.models.deepseek_v41.attention import DeepseekV4Attention, DeepseekV4IndexerCache
+        from vllm.models.deepseek_v41.compressor import CompressorStateCache
+        from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+        found = {}
+        for number, ratio in enumerate((0, 1, 2)):
+            place = f"model.layers.{number}.attn"
+            found[f"{place}.swa_cache"] = DeepseekV4SWACache.get_kv_cache_spec(
+                SimpleNamespace(
+                    cache_config=cache,
+                    bounded_replay=True,
+                    block_size=32,
+                    head_dim=512,
+                    dtype=BYTES,
+                    window_size=128,
+                    packed_bytes_per_token=528,
+                    packed_page_alignment=512,
+                ),
+                config,
+            )
+            if ratio:
+                latents = SimpleNamespace(
+                    is_kv_source=True,
+                    compress_ratio=ratio,
+                    kv_cache_dtype=cache_dtype,
+                    head_dim=512,
+                    kv_page_alignment=512,
+                    compressed_bytes_per_token=288 if cache_dtype == "nvfp4_ds_mla" else 528,
+                )
+                found[place] = DeepseekV4Attention.get_kv_cache_spec(latents, config)
+                indexer = SimpleNamespace(
+                    cache_config=cache,
+                    head_dim=132,
+                    dtype=BYTES,
+                    compress_ratio=ratio,
+                    sparse_logits=False,
+                    rocm_mxfp4=False,
+                )
+                found[f"{place}.indexer.k_cache"] = DeepseekV4IndexerCache.get_kv_cache_spec(
+                    indexer, config
+                )
+            if ratio > 1:
+                ring = SimpleNamespace(block_size=8, state_dim=1024, dtype=torch.float32)
+                found[f"{place}.compressor.state_cache"] = CompressorStateCache.get_kv_cache_spec(
+                    ring, config
+                )
+        return found
+
+    return deepseek_v4().but(specs=specs, config={"num_hidden_layers": 3}, **more)
+
+
 def mla(**more):
     values = {"block_size": 64, "head_size": 72, "dtype": BF16, "max_tp_shards": 1} | more
     return MLAAttentionSpec(num_kv_heads=1, **values)
@@ -206,6 +340,7 @@ def with_draft(name, spec):
     )
 
 
+INDEXED, HALVED, COMPRESSED = sparse(), nvfp4(8), deepseek_v4()
 MIXES = {
     "8 heads": plain(8),
     "16 heads in float32": plain(16, dtype=torch.float32),
@@ -392,13 +527,17 @@ MIXES = {
     "a ring in which a hit would end": compressed(
         ring=128, refused="last 128 tokens as a CircularBufferSpec.*KVFerryTier"
     ),
-    "a row for tokens that do not divide its bytes": compressed(
-        ratio=16, refused="tokens_per_state=16"
+    "a row for tokens that do not divide its bytes": compressed(ratio=16),
+    "a row for tokens that do not divide a block": compressed(
+        ratio=48, refused="tokens_per_state=48"
     ),
-    "DeepSeek V4": one(
-        mla(block_size=256, tokens_per_state=4, alignment=512, model_version="deepseek_v4"),
-        refused="model_version='deepseek_v4'.*KVFerryTier",
+    "DeepSeek V4": deepseek_v4(),
+    "DeepSeek V4 in bfloat16": deepseek_v4(cache_dtype="auto"),
+    "DeepSeek V4 in chunks that cut its blocks": deepseek_v4().but(
+        chunk=128, refused="chunk_tokens=128 is no multiple of the block size 256"
     ),
+    "DeepSeek V4.1": deepseek_v41(),
+    "DeepSeek V4.1 in nvfp4": deepseek_v41("nvfp4_ds_mla"),
     "fp8 with a scale for each token": one(
         full(1, 8, dtype=BYTES, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),
         refused="FP8_PER_TOKEN_HEAD.*--kv-cache-dtype",
@@ -422,17 +561,6 @@ MIXES = {
         refused="CrossAttentionSpec",
     ),
     "attention to later tokens": one(full(1, 8, non_causal=True), refused="non_causal=True"),
-    "the end of a hit computed again": one(
-        SlidingWindowMLASpec(
-            block_size=64,
-            num_kv_heads=1,
-            head_size=72,
-            dtype=BF16,
-            sliding_window=64,
-            bounded_replay=True,
-        ),
-        refused="bounded_replay=True",
-    ),
     "a reference window": one(
         RSWASpec(block_size=16, num_kv_heads=8, head_size=16, dtype=BF16, rswa_window=64),
         refused="RSWASpec",
@@ -505,6 +633,16 @@ def test_engines_that_keep_an_attention_chunk_or_all_tokens_share_records(
     assert hits == [0, 256, 256]
 
 
+def test_hits_end_where_chunks_do_if_records_have_only_the_end_of_a_window(vllm_config, tmp_path):
+    tokens, hits = [(7 * index) % 251 for index in range(1100)], []
+    for length in (1100, 1100, 800):
+        engine = EngineOfVllm(COMPRESSED.but(chunk=512, num_blocks=900), 1, vllm_config, tmp_path)
+        hits.append(engine.run(tokens[:length], budget=96))
+        engine.close()
+    # Blocks of 256 tokens would allow 768 of the 800.
+    assert hits == [0, 1024, 512]
+
+
 PORTABLE = {
     "8 heads": 256,
     "2 heads, copied on 4 ranks and more": 256,
@@ -517,6 +655,7 @@ PORTABLE = {
     "scales of 2 heads, copied on 4 ranks and more": 256,
     "DeepSeek V3.2 in fp8_ds_mla": 256,
     "GLM-5.3: a row for four tokens, and a ring": 256,
+    "DeepSeek V4": 256,
     # A page of nvfp4 is one of so many heads.
     "nvfp4": 0,
     # With 8 ranks it is not known which layers' heads are copies.
@@ -535,9 +674,6 @@ def test_fewer_ranks_read_what_more_ranks_stored_or_compute_it(name, tp, vllm_co
         hits.append(engine.run(TOKENS, budget=300))  # checks every byte
         engine.close()
     assert hits == [0, PORTABLE[name]]
-
-
-INDEXED, HALVED = sparse(), nvfp4(8)
 
 
 def in_blocks_of(mix, size):
@@ -561,6 +697,10 @@ OTHER_ENGINES = {
     "nvfp4, other backend": (HALVED, by_backend(HALVED, "OtherBackend")),
     "nvfp4, other platform": (HALVED, HALVED.but(platform="rocm")),
     "nvfp4, other order": (HALVED, HALVED.but(layout="LBHNC")),
+    "V4, other blocks": (COMPRESSED, deepseek_v4(block=128)),
+    "V4, other backend": (COMPRESSED, by_backend(COMPRESSED, "OtherBackend")),
+    "V4, other platform": (COMPRESSED, COMPRESSED.but(platform="xpu")),
+    "V4.1 and V4": (COMPRESSED, deepseek_v41()),
 }
 """What is stored, and an engine of the same model whose blocks lie otherwise."""
 
@@ -616,10 +756,12 @@ IDS = [f"{type(spec).__name__}.{name}" for spec, name in EACH_FIELD]
 
 
 def namespace_of(spec):
-    """The namespace of a model whose only layer has this spec, without its modules."""
+    """The namespace of a model of a layer with this spec, and one of latents; without modules."""
     mix = one(spec)
     groups = KVCacheConfig(
-        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([attn(0)], spec)]
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([attn(0)], spec), KVCacheGroupSpec([attn(1)], mla())],
     )
     found, _ = described(mix, host_config(mix, 0, 1, {}), groups)
     return Namespace.of(found.identity, found.groups, mix.chunk).digest
@@ -637,7 +779,7 @@ def test_each_field_makes_another_namespace_or_is_refused_if_it_decides_the_kv_o
         found = namespace_of(changed)
     except ConfigError as error:
         found = str(error)
-    if use is Use.UNSERVED:
+    if use is Use.UNSERVED and changed.prefix_cacheable:  # else left out
         assert f"{name}={CHANGED[name]!r}" in found
     else:
         assert (found == namespace_of(spec)) is (use in (Use.PAGE, Use.NOTHING))
@@ -647,7 +789,8 @@ def test_each_field_makes_another_namespace_or_is_refused_if_it_decides_the_kv_o
 def test_a_field_that_the_table_lacks_refuses_the_model(spec, name, monkeypatch):
     known = KV_SPECS[type(spec).__name__]
     lacking = {type(spec).__name__: {k: use for k, use in known.items() if k != name}}
-    monkeypatch.setattr(layers, "KV_SPECS", lacking)
+    for module in (layers, layer_kv):
+        monkeypatch.setattr(module, "KV_SPECS", lacking)
     with pytest.raises(ConfigError, match=f"layer {attn(0)} keeps its KV as .* with {name}="):
         namespace_of(spec)
 

@@ -19,10 +19,10 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.errors import LayoutError
 from kvferry.layout.device import INT_OF
 from kvferry.layout.ops import MakeCopies, PagedKV
-from kvferry.layout.plan import BlockRun
+from kvferry.layout.plan import BlockRun, block_runs
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.leaves import Leaves
-from kvferry.types import NULL_BLOCK, GroupShard
+from kvferry.types import NULL_BLOCK, GroupShard, KVGroup
 
 Runs = Mapping[int, Sequence[BlockRun]]
 """The runs of blocks that hold some tokens, by table; tables that hold none of them are absent."""
@@ -69,7 +69,7 @@ class PagedTables:
     def __init__(self, spec: EngineSpec, rows: RankRows) -> None:
         self._spec = spec
         self._rows = rows
-        self._tables = Tables(spec)
+        self._tables = Tables(spec, rows.schema.chunk_tokens)
         self._of_group: tuple[tuple[_BoundPart, ...], ...] = ()
         self._of_table: dict[int, tuple[PagedKV, ...]] = {}
         self.device = torch.device("cpu")
@@ -94,7 +94,7 @@ class PagedTables:
                 raise LayoutError(f"no KV tensor for layer {missing[0]!r}")
             paged = PagedKV(
                 [kv_caches[name] for name in names],
-                replace(self._spec.groups[part.group], block_size=part.block_size),
+                _of_rows(self._spec.groups[part.group], part.block_size),
                 GroupShard(
                     layers=(0, len(part.layers)), heads=self._spec.shard.groups[part.group].heads
                 ),
@@ -155,7 +155,7 @@ class PagedTables:
             LayoutError: as `load_runs`, except for the groups.
         """
         stop = first_token + self._rows.schema.chunk_tokens
-        return self._runs(blocks, lambda _table: first_token, stop)
+        return self._runs(blocks, lambda table: table.stored_from(first_token, stop), stop)
 
     def _runs(
         self, blocks: Sequence[BlockSlice], first_of: Callable[[Table], int], stop: int
@@ -170,7 +170,7 @@ class PagedTables:
             if first >= stop or not bound:
                 continue
             used = _blocks_between(table, blocks, first, stop)
-            result[table.index] = bound[0].runs(used, first, stop)
+            result[table.index] = _runs_of(bound[0], table, used, first, stop)
         return result
 
     def block_ids(
@@ -199,13 +199,23 @@ class PagedTables:
     def null_blocks(self) -> Iterator[tuple[Runs, int]]:
         """Yield for each table the run of its null block, or of its first tokens if a chunk has
         fewer, and how many bytes the table's layers have in it."""
-        for table, bound in self._of_table.items():
-            num_tokens = min(bound[0].block_size, self._rows.schema.chunk_tokens)
-            token_bytes = sum(
-                each.num_layers * each.num_heads * each.content_size * each.item_bytes
+        chunk_tokens = self._rows.schema.chunk_tokens
+        for table in self._tables.tables:
+            bound = self._of_table.get(table.index)
+            if bound is None:
+                continue
+            num_tokens = min(table.block_size, chunk_tokens)
+            first = table.stored_from(0, chunk_tokens)
+            num_bytes = sum(
+                each.num_layers
+                * each.num_heads
+                * (num_tokens * each.block_size // table.block_size)
+                * each.content_size
+                * each.item_bytes
                 for each in bound
             )
-            yield {table: bound[0].runs([NULL_BLOCK], 0, num_tokens)}, num_tokens * token_bytes
+            runs = _runs_of(bound[0], table, [NULL_BLOCK], first, first + num_tokens)
+            yield {table.index: runs}, num_bytes
 
     def new_rows(self) -> dict[int, torch.Tensor]:
         """Allocate device memory for all rows of each group."""
@@ -229,27 +239,57 @@ class PagedTables:
         return None if later is None else lambda: Leaves(*later())
 
     def scatter(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
-        """Copy the tokens of `runs` from a group's rows into the blocks. The rows begin at
-        `first_token`."""
+        """Copy the tokens of `runs` from a group's rows into the blocks. The rows are those of the
+        chunk at `first_token`."""
+        first = self._first_row(group, first_token)
         for paged, part, layer, table_runs in self._targets(group, rows, runs):
-            paged.scatter(part, layer, table_runs, first_token)
+            paged.scatter(part, layer, table_runs, first)
 
     def gather(self, group: int, rows: Rows, runs: Runs, first_token: int) -> None:
         """Copy blocks into a group's rows; arguments as for `scatter`."""
+        first = self._first_row(group, first_token)
         for paged, part, layer, table_runs in self._targets(group, rows, runs):
-            paged.gather(part, layer, table_runs, first_token)
+            paged.gather(part, layer, table_runs, first)
+
+    def _first_row(self, group: int, first_token: int) -> int:
+        """Return the number of the first row that a chunk's record has of a group."""
+        schema = self._rows.schema
+        stop = first_token + schema.chunk_tokens
+        return stop // self._spec.groups[group].row_tokens - schema.components[group].shape[2]
 
     def _targets(
         self, group: int, memory: Rows, runs: Runs
     ) -> Iterator[tuple[PagedKV, Any, int, Sequence[BlockRun]]]:
         rows: Any = None
+        row_tokens = self._spec.groups[group].row_tokens
         for part in self._of_group[group]:
             if part.table not in runs:
                 continue
             if rows is None:
                 rows = part.paged.as_rows(memory, self._rows.group_shape(group))
             for span, layer in part.spans:
-                yield part.paged, rows[span], layer, runs[part.table]
+                yield part.paged, rows[span], layer, _by_row(runs[part.table], row_tokens)
+
+
+def _of_rows(group: KVGroup, block_size: int) -> KVGroup:
+    """Return a group as its tensors lie: with a row in the place of a token."""
+    return replace(group, block_size=block_size // group.row_tokens)
+
+
+def _runs_of(
+    paged: PagedKV, table: Table, block_ids: Sequence[int], start: int, stop: int
+) -> list[BlockRun]:
+    paged.check_blocks(block_ids)
+    return block_runs(block_ids, start, stop, table.block_size)
+
+
+def _by_row(runs: Sequence[BlockRun], row_tokens: int) -> Sequence[BlockRun]:
+    """Return runs of tokens as runs of rows. Blocks of such groups are only stored whole."""
+    if row_tokens == 1:
+        return runs
+    if any(number % row_tokens for run in runs for number in run[1:]):
+        raise LayoutError(f"blocks with a row for {row_tokens} tokens are not stored in parts")
+    return [BlockRun(run.blocks, *(number // row_tokens for number in run[1:])) for run in runs]
 
 
 def _blocks_between(

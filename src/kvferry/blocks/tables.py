@@ -9,6 +9,9 @@ none where a chunk ends:
     table    [ null ........................ ][ block ][ block ]...|
                                               ^ fill_start: rounded down to a whole block
 
+Where all layers of a table have a tail (`KVGroup.tail`), a chunk is stored from the tail on: hits
+end where chunks end, and of the chunks before the last one they need nothing in such a table.
+
 A load fills in full every block that is not the null block, also with tokens before the window,
 because the host may offer the block to another request. So all KV that a table holds is right and
 can be saved. Pure arithmetic over an `EngineSpec`: the scheduler role makes slices for its plans,
@@ -45,6 +48,7 @@ class Table:
     block_size: int
     window: int | None
     chunk: int | None = None
+    tail: int | None = None
 
     def fill_start(self, start: int, stop: int) -> int:
         """Return the first token that this table needs of a hit of `[start, stop)`; `stop` if none.
@@ -57,20 +61,27 @@ class Table:
             return start
         return max(start, first // self.block_size * self.block_size)
 
+    def stored_from(self, start: int, stop: int) -> int:
+        """Return the first token of a chunk `[start, stop)` that its record has of this table."""
+        return start if self.tail is None else max(start, stop - self.tail)
+
     def keeps_whole(self, num_tokens: int) -> bool:
         """Whether all of a chunk of so many tokens, which begins at a multiple of them, is still
-        in this table in the step that completes it, however steps divide it."""
-        fits_window = self.window is None or self.window >= num_tokens
+        in this table in the step that completes it, however steps divide it. Of a tail, all is."""
+        fits_window = self.window is None or self.tail is not None or self.window >= num_tokens
         return fits_window and (self.chunk is None or self.chunk % num_tokens == 0)
 
 
 class Tables:
-    """The block tables of one engine."""
+    """The block tables of one engine. `chunk_tokens` counts where records have tails alone."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, chunk_tokens: int | None = None) -> None:
         parts = spec.table_parts
+        tails = {part.table: spec.groups[part.group].tail for part in parts}
         by_index = {
-            part.table: Table(part.table, part.block_size, part.window, part.chunk)
+            part.table: Table(
+                part.table, part.block_size, part.window, part.chunk, tails[part.table]
+            )
             for part in parts
         }
         self.tables = tuple(by_index[index] for index in sorted(by_index))
@@ -83,6 +94,9 @@ class Tables:
         self.all_groups = frozenset(range(len(spec.groups)))
         self._state_tables = spec.states.tables if spec.states is not None else ()
         sizes = [part.block_size for part in self._state_tables]
+        if any(tail is not None for tail in tails.values()):
+            assert chunk_tokens is not None, "hits end where chunks do"
+            sizes.append(chunk_tokens)
         self.block_size = math.lcm(*(table.block_size for table in self.tables), *sizes)
         """The length of every hit is a multiple of this."""
         self.drops_blocks = any(t.window is not None or t.chunk is not None for t in self.tables)
@@ -140,14 +154,15 @@ class Tables:
     def chunk_slices(
         self, block_ids: BlockTable, start: int, stop: int
     ) -> tuple[BlockSlice, ...] | None:
-        """Return the blocks that hold all of `[start, stop)`; None if some table has dropped one.
+        """Return the blocks that hold what the record of a chunk `[start, stop)` has; None if some
+        table has dropped one.
 
         Raises:
             ContractError: as `load_slices`.
         """
         slices = self._unused(block_ids)
         for table in self.tables:
-            part = _slice(table, block_ids, start, stop)
+            part = _slice(table, block_ids, table.stored_from(start, stop), stop)
             if NULL_BLOCK in part.ids:
                 return None
             slices[table.index] = part

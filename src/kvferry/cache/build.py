@@ -112,7 +112,7 @@ class PrefixCache:
             chunk_tokens=chunk_tokens,
             store=self.store,
             observer=observer,
-            tables=Tables(spec),
+            tables=Tables(spec, chunk_tokens),
             identity=self.identity,
             states=None if spec.states is None else self._places(spec.states.block_size),
         )
@@ -210,7 +210,8 @@ class PrefixCache:
     def _warn_of_windows(self) -> None:
         """Warn if chunks are longer than a window, or lie in two attention chunks: they are stored
         only if one step computes them whole."""
-        parts, chunk = self._spec.table_parts, self._chunk_tokens
+        groups, chunk = self._spec.groups, self._chunk_tokens
+        parts = [part for part in self._spec.table_parts if groups[part.group].tail is None]
         smallest = min((part.window for part in parts if part.window is not None), default=chunk)
         smallest = min(smallest, *(math.gcd(part.chunk or chunk, chunk) for part in parts))
         if Mode.WRITE in self._spec.mode and smallest < chunk:

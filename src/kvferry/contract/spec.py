@@ -156,6 +156,12 @@ class EngineSpec:
                 f"table {part.table} keeps {part.window} tokens, KV group {part.group} attends to "
                 f"{'all' if window is None else window}"
             )
+        tail, needed = self.groups[part.group].tail, part.window_in_blocks
+        if tail is not None and (needed is None or tail < needed):
+            raise ConfigError(
+                f"a hit needs {'all' if needed is None else needed} tokens of table {part.table}, "
+                f"a record has the last {tail} of KV group {part.group}"
+            )
         chunk = self.groups[part.group].chunk
         if part.chunk not in (None, chunk):
             raise ConfigError(
@@ -164,11 +170,11 @@ class EngineSpec:
             )
 
     def _check_tables(self, parts: tuple[TablePart, ...]) -> None:
-        kinds: dict[int, tuple[int, int | None, int | None]] = {}
+        kinds: dict[int, tuple[int | None, ...]] = {}
         layers: list[list[int]] = [[] for _ in self.groups]
         for part in parts:
             self._check_part(part)
-            kind = (part.block_size, part.window, part.chunk)
+            kind = (part.block_size, part.window, part.chunk, self.groups[part.group].tail)
             if kinds.setdefault(part.table, kind) != kind:
                 raise ConfigError(
                     f"table {part.table} has two block sizes, windows and chunks: "

@@ -253,6 +253,10 @@ def describe_group(group: KVGroup) -> dict[str, JsonValue]:
     }
     if group.chunk is not None:  # others keep the names that they had before there were chunks
         described["chunk"] = group.chunk
+    if group.row_tokens != 1:
+        described["row_tokens"] = group.row_tokens
+    if group.tail is not None:
+        described["tail"] = group.tail
     return described
 
 

@@ -242,7 +242,9 @@ class RecordSchema:
                     f"use one of {', '.join(SAFETENSORS_DTYPE)}"
                 )
             dtype = SAFETENSORS_DTYPE[group.dtype]
-            shape = (group.num_layers, group.num_kv_heads, chunk_tokens, group.content_size)
+            num_tokens = min(chunk_tokens, group.tail or chunk_tokens)
+            num_rows = -(-num_tokens // group.row_tokens)
+            shape = (group.num_layers, group.num_kv_heads, num_rows, group.content_size)
             values = _VALUES.get(group.values, "")
             components.append(
                 Component(name=f"kv.{index}", dtype=dtype, shape=shape, values=values)

@@ -46,7 +46,7 @@ _LATENT = {
     "alignment": _PAGE,
     "storage_block_size": _PAGE,
     "compress_ratio": _UNSERVED,
-    "model_version": _UNSERVED,
+    "model_version": _CONTENT,
 }
 
 _MLA = (

@@ -53,7 +53,7 @@ def engine_spec(
         ConfigError: a model that cannot be described, or records that would end within blocks that
             can only be stored whole.
     """
-    parallel = vllm_config.parallel_config
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     tp, num_stages = parallel.tensor_parallel_size, stages_of(parallel)
     rank = parallel.rank % (tp * num_stages)
     if layers:
@@ -62,13 +62,13 @@ def engine_spec(
         groups, tables = (_only_group(vllm_config),), None
         stages = [[(0, groups[0].num_layers)]] * num_stages
     layout, whole_blocks, multiple = _order_in_blocks(layers or (), groups, tables, cpu_kernels)
+    groups = _with_tails(groups, tables or (), layers or (), multiple)
     if chunk_tokens is not None and chunk_tokens % multiple:
         raise ConfigError(
             f"chunk_tokens={chunk_tokens} is no multiple of the block size {multiple}, and these "
             "blocks can only be stored whole; use a multiple, or leave the option out"
         )
     executor = str(getattr(parallel, "distributed_executor_backend", None) or "")
-    transfer = vllm_config.kv_transfer_config
     events = getattr(vllm_config, "kv_events_config", None)
     step = getattr(vllm_config, "scheduler_config", None)
     # For releases without `data_parallel_index` (0.14 has it); others give dense models rank 0.
@@ -112,6 +112,28 @@ def _order_in_blocks(
         multiple = math.lcm(multiple, *(layer.block_size for layer in kept_whole))
         whole["whole_blocks"] = sorted({str(layer.whole_blocks) for layer in kept_whole})
     return layout, whole, multiple
+
+
+def _with_tails(
+    groups: tuple[KVGroup, ...],
+    tables: Sequence[TablePart],
+    layers: Sequence[Layer],
+    multiple: int,
+) -> tuple[KVGroup, ...]:
+    """Return the groups, of which those have a tail whose window is shorter than any chunk, where
+    blocks can only be stored whole: else most of a record would be what no hit needs, and what the
+    host has dropped before the chunk is complete."""
+    by_token = {layer.table for layer in layers if layer.whole_blocks is None}
+    found = []
+    for index, group in enumerate(groups):
+        parts = [part for part in tables if part.group == index]
+        needed = [
+            multiple if part.window_in_blocks is None else part.window_in_blocks for part in parts
+        ]
+        is_whole = by_token.isdisjoint(part.table for part in parts)
+        tail = max(1, *needed) if is_whole and needed else multiple
+        found.append(replace(group, tail=tail) if tail < multiple else group)
+    return tuple(found)
 
 
 def cpu_blocks(
@@ -343,17 +365,17 @@ def layer_views(
 
 
 def _as_if_by_token(tensor: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """Return a view that gives each token an equal part of its block, if a row is not one token of
-    one head. Such blocks are stored whole."""
+    """Return a view that gives each token, or the few that are a row of ours, an equal part of its
+    block, if the host's rows are others. Such blocks are stored whole."""
     blocks, heads, rows, size = tensor.shape if tensor.dim() == 4 else (0, 0, 0, 0)
-    content = layer.kind.content_size
-    is_of_rows = heads * size * rows == content * layer.block_size and size != content
+    content, num_rows = layer.kind.content_size, layer.num_rows
+    is_of_rows = heads * size * rows == content * num_rows and size != content
     dense = (rows * size, size, 1), (size, heads * size, 1)
     is_dense = heads == 1 and tensor.stride()[2:] == (size, 1)
     if not is_of_rows or not (is_dense or tensor.stride()[1:] in dense):
         return tensor  # as it is, or refused when it is registered
-    strides = (tensor.stride(0), layer.block_size * content, content, 1)
-    return tensor.as_strided((blocks, 1, layer.block_size, content), strides)
+    strides = (tensor.stride(0), num_rows * content, content, 1)
+    return tensor.as_strided((blocks, 1, num_rows, content), strides)
 
 
 def _of_whole_blocks(tensor: torch.Tensor, layer: Layer, *, is_whole: bool) -> torch.Tensor:
@@ -361,7 +383,7 @@ def _of_whole_blocks(tensor: torch.Tensor, layer: Layer, *, is_whole: bool) -> t
     into several, as many as its kernels need; the tensor then has more and smaller ones."""
     block, token = _BLOCK_AND_TOKEN.get(tensor.dim(), (0, 0))
     size = tensor.shape[token]
-    if not 0 < size < layer.block_size or layer.block_size % size:
+    if not 0 < size < layer.num_rows or layer.num_rows % size:
         return tensor  # as the tables say, or refused when it is registered
     shape, strides = list(tensor.shape), list(tensor.stride())
     if is_whole or strides[block] != size * strides[token]:
@@ -369,8 +391,8 @@ def _of_whole_blocks(tensor: torch.Tensor, layer: Layer, *, is_whole: bool) -> t
             f"layer {layer.name}: the attention backend splits blocks of {layer.block_size} tokens "
             f"into blocks of {size}, which kvferry cannot join; set --block-size {size}"
         )
-    num_parts = layer.block_size // size
-    shape[block], shape[token] = shape[block] // num_parts, layer.block_size
+    num_parts = layer.num_rows // size
+    shape[block], shape[token] = shape[block] // num_parts, layer.num_rows
     strides[block] *= num_parts
     return tensor.as_strided(shape, strides)
 

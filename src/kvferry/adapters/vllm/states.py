@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvferry.adapters.vllm.layers import Layer, is_recurrent, number_of, specs_of, text_config
+from kvferry.adapters.vllm.layer_kv import text_config
+from kvferry.adapters.vllm.layers import Layer, is_recurrent, number_of, specs_of
 from kvferry.contract.spec import StateSpec
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.layout.states import Arrays, components_of
