@@ -36,7 +36,7 @@ from kvferry.store.base import Store
 from kvferry.store.catalogue import Entry, StoredBytes
 from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace
 from kvferry.survey import chunk_tokens_of, differences_of_model, survey
-from kvferry.types import NO_EXTRA_KEYS
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
@@ -116,14 +116,6 @@ def choosing(command: Callable[..., None]) -> Callable[..., None]:
     )
     call.__annotations__ = {name: each.annotation for name, each in parameters.items()}
     return call
-
-
-def count(store: Store, choice: Choice) -> tuple[int, int]:
-    """Return the number of the chosen records, and of their bytes. Raises as `chosen`."""
-    num_records = num_bytes = 0
-    for num_records, entry in enumerate(chosen(store, choice), 1):  # noqa: B007
-        num_bytes += entry.stored_bytes
-    return num_records, num_bytes
 
 
 @dataclass(slots=True)
@@ -253,16 +245,25 @@ def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
 
 
 def _of_prompt(store: Store, choice: Choice, prompt: AskedPrompt) -> Iterator[Entry]:
+    for namespace, key in keys_of_prompt(store, choice, prompt):
+        size = store.in_namespace(namespace).read(key, ())
+        if size is not None:
+            # Only a listing says what a record takes; that costs more than its size.
+            yield Entry(key, StoredBytes(size), 0.0, namespace)
+
+
+def keys_of_prompt(
+    store: Store, choice: Choice, prompt: AskedPrompt
+) -> Iterator[tuple[bytes, ChunkKey]]:
+    """Yield the namespace and the key of each chunk, and of each part of a state behind it, in the
+    order of the prompt. Raises as `of_tokens`."""
     spaces = _spaces(store, choice)
     for space in of_tokens(store.url, spaces) if spaces else ():
         keys = ChunkKeys(space.digest, chunk_tokens_of(space) or 1, prompt.extra)
         keys.extend(prompt.token_ids)
         for chunk in keys.keys:
             for key in (chunk, *state_keys(chunk, space.state_parts)):
-                size = store.in_namespace(space.digest).read(key, ())
-                if size is not None:
-                    # Only a listing says what a record takes; that costs more than its size.
-                    yield Entry(key, StoredBytes(size), 0.0, space.digest)
+                yield space.digest, key
 
 
 def why_nothing(store: Store, choice: Choice) -> str:

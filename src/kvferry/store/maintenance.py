@@ -16,6 +16,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvferry.errors import ConfigError, FaultKind, StoreError
+from kvferry.keys import ShardKeys
 from kvferry.record.check import ReadFault, RecordInfo, check_head, parse_head
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import MAX_HEADER_BYTES, leaf_spans, one_leaf
@@ -108,6 +109,12 @@ def read_header(store: Store, key: ChunkKey) -> RecordInfo | ReadFault:
     return info if isinstance(info, ReadFault) or info.key == key else ReadFault.OTHER_RECORD
 
 
+def is_misnamed(shard: RecordInfo) -> bool:
+    """Whether the key of a shard does not follow from the record that it says it is of. Never of a
+    whole record."""
+    return shard.of != b"" and ShardKeys(shard.schema.shard).of(ChunkKey(shard.of)) != shard.key
+
+
 def _why_wrong(store: Store, entry: Entry, size: int, window: memoryview) -> ReadFault | None:
     """Check the key, the namespace, every checksum and all values of an untrusted record. Its first
     bytes are in `window`, which has room for the longest header, and for a leaf: the bytes that
@@ -117,7 +124,8 @@ def _why_wrong(store: Store, entry: Entry, size: int, window: memoryview) -> Rea
     if isinstance(info, ReadFault):
         return info
     schema = info.schema
-    if entry.namespace not in (b"", schema.namespace):  # as an earlier release wrote some
+    # An earlier release wrote some whose namespace the store does not know.
+    if entry.namespace not in (b"", schema.namespace) or is_misnamed(info):
         return ReadFault.OTHER_RECORD
     if schema.head_bytes > _MAX_HEAD_BYTES:
         return ReadFault.BAD_HEADER

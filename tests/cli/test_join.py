@@ -1,0 +1,240 @@
+"""`kvferry copy --join`: what ranks on several machines stored apart becomes whole records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
+from kvferry.record.schema import RecordSchema
+from kvferry.store.catalogue import Indexed
+from kvferry.store.file.directory import record_path
+from kvferry.store.kind import Opening
+from kvferry.store.url import open_one
+from kvferry.testing.stores.hooks import wait_until
+from kvferry.types import ChunkKey, ExtraKeys, KVGroup
+from tests.cli.conftest import CHUNK_TOKENS as CHUNK
+from tests.cli.conftest import TOKENS
+from tests.record.samples import encode, payload_of
+from tests.record.test_join import cut
+
+GROUPS = (
+    KVGroup(num_layers=4, num_kv_heads=2, content_size=8, dtype="float32", block_size=16),
+    KVGroup(num_layers=2, num_kv_heads=1, content_size=3, dtype="bfloat16", block_size=16),
+)
+IDENTITY = ModelIdentity(weights=bytes(32), config={"dtype": "float32"}, name="m")
+SPACE = Namespace.of(IDENTITY, GROUPS, CHUNK, "")
+SCHEMA = RecordSchema.for_groups(namespace=SPACE.digest, chunk_tokens=CHUNK, groups=GROUPS)
+RANKS = ([((0, 4), (0, 1)), ((0, 2), (0, 1))], [((0, 4), (1, 2)), ((0, 2), (0, 1))])
+STAGES = ([((0, 1), (0, 2)), ((0, 2), (0, 1))], [((1, 4), (0, 2)), ((0, 0), (0, 0))])
+
+
+class Made:
+    """Records, and the same as shards.
+
+    Attributes:
+        records: whole records by key.
+    """
+
+    def __init__(self, tokens: Iterable[int] = TOKENS, salt: str | None = None) -> None:
+        keys = ChunkKeys(SPACE.digest, CHUNK, ExtraKeys(cache_salt=salt))
+        keys.extend(tokens)
+        self.records = {
+            key: encode(
+                SCHEMA,
+                bytes(byte % 64 for byte in payload_of(SCHEMA, seed=number)),  # all are finite
+                key=key,
+                first_token=number * CHUNK,
+                mark=keys.mark,
+                of=b"",
+            )
+            for number, key in enumerate(keys.keys)
+        }
+        self.keys = keys.keys
+
+    def shards(self, *splits: Sequence[object]) -> dict[ChunkKey, memoryview]:
+        """The records of shards by key, of each whole record in order."""
+        made = {}
+        for key, record in self.records.items():
+            for ranges in splits:
+                info, data = cut(SCHEMA, record, ranges, of=key)
+                made[info.key] = data
+        return made
+
+
+def put_all(url: str, values: dict[ChunkKey, memoryview]) -> list[ChunkKey]:
+    with open_one(url, Opening(namespace=SPACE.digest)) as store:
+        store.describe(SPACE.digest, SPACE.as_text())
+        for key, value in values.items():
+            store.put(key, [value])
+    return list(values)
+
+
+def stored(url: str) -> dict[ChunkKey, bytes]:
+    """All that a store has."""
+    found = {}
+    with open_one(url) as store:
+        for entry in store.catalogue().scan():
+            values = store.in_namespace(entry.namespace)
+            value = bytearray(values.read(entry.key, ()))
+            values.read(entry.key, [(0, memoryview(value))])
+            found[entry.key] = bytes(value)
+    return found
+
+
+@pytest.fixture
+def other(tmp_path):
+    return (tmp_path / "other").as_uri()
+
+
+@pytest.fixture
+def joined(run):
+    def join(*arguments: object, code: int = 0) -> dict[str, object]:
+        ran = run("copy", *arguments, "--join", "--json", "-")
+        assert ran.code == code, ran.err
+        return json.loads(ran.out)
+
+    return join
+
+
+def counts(value) -> tuple[int, ...]:
+    names = ("records", "of_shards", "shards", "stored", "existing", "vanished")
+    return tuple(value[name] for name in names)
+
+
+@pytest.mark.parametrize("splits", [RANKS, STAGES, (*RANKS, STAGES[0])])
+def test_shards_become_the_records_that_one_machine_stores(joined, url, other, splits):
+    made = Made()
+    shards = made.shards(*splits)
+    put_all(url, shards)
+    value = joined(url, other)
+    assert counts(value) == (4, 4, len(shards), 4, 0, 0)
+    assert value["num_bytes"] == sum(map(len, shards.values()))
+    assert stored(other) == made.records
+    with open_one(other) as store:
+        assert store.catalogue().description(SPACE.digest) == SPACE.as_text()
+        assert store.stat().used_bytes == 4 * SCHEMA.record_bytes
+
+
+def test_without_join_shards_stay_shards(run, url, other):
+    shards = Made().shards(*RANKS)
+    put_all(url, shards)
+    assert run("copy", url, other).code == 0
+    assert stored(other) == shards
+
+
+def test_whole_records_are_copied_beside_and_joined_records_come_into_the_same_store(joined, url):
+    made = Made()
+    first = made.keys[0]
+    put_all(url, made.shards(*RANKS))
+    put_all(url, {first: made.records[first]})
+    before = stored(url)
+    value = joined(url, url)
+    # The whole record counts, and again as one that its shards make.
+    assert counts(value) == (5, 4, 8, 3, 2, 0)
+    assert stored(url) == {**before, **made.records}
+    damage(Path(record_path(url.removeprefix("file://"), next(iter(before)))))
+    assert counts(joined(url, url)) == (8, 4, 8, 0, 8, 0)  # and what is there is not read again
+
+
+def test_joined_chunks_of_a_prompt_are_evicted_in_its_order(joined, url, other, tokens_file):
+    made = Made()
+    rest = made.keys[1:]
+    shards = made.shards(*RANKS)
+    put_all(url, {key: made.records[key] for key in rest} | dict(list(shards.items())[:2]))
+    joined(url, other, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file)
+    with open_one(other) as store:
+        recent = [entry.key for entry in Indexed.of(store, "has no index").recent(4)]
+    assert recent == made.keys
+
+
+def test_only_what_was_chosen_is_joined(joined, run, url, other, tokens_file):
+    prompt = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
+    made, salted, rest = Made(), Made(salt="s"), Made(tokens=range(50))
+    for each in (made, salted, rest):
+        put_all(url, each.shards(*RANKS))
+    dry = joined(url, other, *prompt, "--dry-run")
+    assert (dry["records"], dry["of_shards"], dry["shards"]) == (4, 4, 8)
+    assert counts(joined(url, other, *prompt)) == (4, 4, 8, 4, 0, 0)
+    assert stored(other) == made.records
+    assert counts(joined(url, other, "--salt", "s")) == (4, 4, 8, 4, 0, 0)
+    assert stored(other) == made.records | salted.records
+    ran = run("copy", url, other, "--tenant", "x", "--join")
+    assert (ran.code, "no such namespace" in ran.error_line) == (1, True)
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def damage(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def test_only_whole_and_sound_sets_make_records(joined, run, url, other):
+    """A shard is lost, one is damaged, one cut; of the last record all is well."""
+    made = Made()
+    shards = put_all(url, made.shards(*RANKS))
+    for number, fault in enumerate((lose, damage, cut_short)):
+        fault(Path(record_path(url.removeprefix("file://"), shards[2 * number + 1])))
+    value = joined(url, other, code=1)
+    assert stored(other) == {made.keys[3]: made.records[made.keys[3]]}
+    lacks = "4 of 8 rows of kv.0 are in no shard, first layer 0, head 1"
+    assert {each["key"]: each["reason"] for each in value["bad"]} == {
+        **{key.hex(): lacks for key in made.keys[:3]},
+        shards[3].hex(): "bad_checksum",
+        shards[5].hex(): "wrong_size",
+    }
+    assert value["stored"] == 1
+    # Another split stored the same: its shards fill the gaps.
+    put_all(url, made.shards(*STAGES))
+    assert joined(url, other, code=1)["stored"] == 3
+    assert stored(other) == made.records
+
+
+@pytest.mark.parametrize("lie", ["name", "record"])
+def test_a_shard_whose_key_does_not_follow_from_its_record_is_wrong(lie, joined, run, url, other):
+    """All its checksums hold; but it lies under the name of another, or says another record."""
+    made = Made()
+    first, second = made.keys[:2]
+    (key, shard), (lacking, _), *_ = made.shards(*RANKS).items()
+    foreign, data = cut(SCHEMA, made.records[second], RANKS[1], of=second)
+    payload = bytes(data[foreign.schema.head_bytes :])
+    key_of_lie, of = {"name": (lacking, second), "record": (foreign.key, first)}[lie]
+    wrong = encode(foreign.schema, payload, key=key_of_lie, of=of)
+    put_all(url, {key: shard, key_of_lie: wrong})
+    value = joined(url, other, code=1)
+    assert {"key": key_of_lie.hex(), "reason": "other_record"} in value["bad"]
+    assert value["stored"] == 0
+    ran = run("verify", url, "--dry-run")
+    assert (ran.code, "other_record" in ran.out) == (1, True)
+
+
+COMMAND = "import sys; from kvferry.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.slow
+def test_an_interrupted_join_is_resumed(joined, url, other, tmp_path):
+    made = Made(tokens=range(100, 100 + 120 * CHUNK))
+    put_all(url, made.shards(*RANKS))
+    command = [sys.executable, "-c", COMMAND, "copy", url, other, "--join"]
+    with subprocess.Popen(command, env=os.environ) as process:
+        wait_until(lambda: len(list((tmp_path / "other").rglob("*.safetensors"))) > 5, "records")
+        process.send_signal(signal.SIGKILL)
+    before = stored(other)
+    assert before.items() <= made.records.items()
+    value = joined(url, other)
+    assert counts(value) == (120, 120, 240, 120 - len(before), len(before), 0)
+    assert stored(other) == made.records
