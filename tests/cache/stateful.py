@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,7 @@ from kvferry.cache.moving.worker import CacheWorker
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.messages import LookupResult
+from kvferry.contract.messages import LookupResult, WorkerOutput
 from kvferry.contract.spec import EngineSpec, StateSpec
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import heads_of_rank, tensor_parallel_shard
@@ -158,6 +159,7 @@ class StatefulHost:
         store: its store, or the URL of that.
         kind: one of `tests.state_models.MODELS`.
         tp: number of ranks.
+        in_flight: so many steps are planned before the scheduler gets the output of the first.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class StatefulHost:
         tp: int = 1,
         *,
         num_blocks: int = 200,
+        in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
         **options: Any,
@@ -197,6 +200,8 @@ class StatefulHost:
             for rank, cache in enumerate(self.caches)
         ]
         self._fold = WorkerOutputFold(tp)
+        self._num_in_flight = in_flight
+        self._in_flight: deque[WorkerOutput] = deque()
         self._free = list(range(num_blocks - 1, 0, -1))
         self._finished: set[str] = set()
         self._drop: list[int] = []  # blocks of states that were left in the last step
@@ -340,7 +345,12 @@ class StatefulHost:
             outputs.append(step.output)
         for request in scheduled:
             request.num_computed_tokens += tokens
-        output = self._fold.fold(outputs)
+        self._in_flight.append(self._fold.fold(outputs))
+        while len(self._in_flight) >= self._num_in_flight:
+            self._learn(self._in_flight.popleft())
+        return False
+
+    def _learn(self, output: WorkerOutput) -> None:
         assert not output.invalid_block_ids, "vLLM ends at these with several tables"
         for name in output.finished_recving:
             request = self.loading.pop(name)
@@ -351,7 +361,6 @@ class StatefulHost:
                 request.num_computed_tokens, request.block_ids = 0, ([], [], [])
         self.scheduler.update_output(output)
         check_pool(self.role.pool, self.role.holds())
-        return False
 
     def _forward(self, rank: _Rank, request: StatefulHostRequest, tokens: int) -> None:
         seeds, computed = prefix_seeds(request), request.num_computed_tokens

@@ -233,10 +233,19 @@ def test_a_server_is_asked_for_states_with_the_first_question():
 )
 def test_prompts_of_any_schedule_are_right(make_host, seed):
     """Requests of common beginnings, in steps of any length, which lose their blocks and wait for
-    each other's chunks in a pool of a few slots."""
+    each other's chunks in a pool of a few slots. One of the two hosts plans a step before it has
+    the output of the last one; hits are audited."""
     source = random.Random(seed)
     slot = 1 << 15
-    hosts = [make_host(memory_bytes=source.choice([24, 40, 200]) * slot) for _ in range(2)]
+    hosts = [
+        make_host(
+            memory_bytes=source.choice([24, 40, 200]) * slot,
+            in_flight=in_flight,
+            audit=0.3,
+            draw=source.random,
+        )
+        for in_flight in (1, 2)
+    ]
     beginnings = [[at * 400 + token for token in range(3 * BLOCK)] for at in range(2)]
     hits = 0
     for number in range(14):
@@ -257,5 +266,6 @@ def test_prompts_of_any_schedule_are_right(make_host, seed):
     assert hits > 0
     for host in hosts:
         host.settle()
+        assert host.observer["audit_mismatch"] == 0
         assert host.failed == set()
         assert host.observer["hook_failed"] == host.observer["contract_violation"] == 0
