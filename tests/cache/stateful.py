@@ -33,7 +33,7 @@ from kvferry.layout.states import components_of
 from kvferry.observe import Counters
 from kvferry.store.base import Store
 from kvferry.testing.stores.hooks import wait_until
-from kvferry.types import NULL_BLOCK, KVGroup, OfferedState, StateKind, TablePart
+from kvferry.types import NULL_BLOCK, Handover, KVGroup, OfferedState, StateKind, TablePart
 from tests.cache.pools import check_pool
 from tests.simulated_host import prefix_seeds
 from tests.state_models import MODELS, Place
@@ -210,8 +210,10 @@ class StatefulHost:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def add(self, name: str, tokens: Sequence[int]) -> StatefulHostRequest:
-        request = StatefulHostRequest(name, list(tokens), len(tokens))
+    def add(
+        self, name: str, tokens: Sequence[int], handover: Handover | None = None
+    ) -> StatefulHostRequest:
+        request = StatefulHostRequest(name, list(tokens), len(tokens), handover=handover)
         self.scheduler.on_new_request(request)
         return request
 

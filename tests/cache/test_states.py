@@ -14,6 +14,8 @@ from kvferry.contract.messages import LookupMiss
 from kvferry.keys import ChunkKeys, state_key
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.testing.clock import FakeClock
+from kvferry.testing.stores.hooks import wait_until
+from kvferry.types import Handover, KVSource
 from tests.cache.stateful import BLOCK, StatefulHost, StatefulHostRequest
 from tests.state_models import MODELS
 from tests.store.servers.remote_client import DictClient
@@ -76,6 +78,7 @@ def test_prompts_that_begin_alike_hit_from_the_third_on(make_host):
     request = second.add("second", prompts[1])
     assert second.admit(request) == 0
     assert second.role.requests.by_id["second"].answer.misses[LookupMiss.NO_STATE] > 0
+    assert second.observer["miss_absent"] == 0, "no state that the store lacks is fetched"
     second.prefill(request, at_once)
     second.finish(request)
     second.settle()
@@ -225,6 +228,60 @@ def test_a_server_is_asked_for_states_with_the_first_question():
     clock = FakeClock()
     reader = StatefulHost(RemoteStore("memory://server", client, clock=clock), KIND, clock=clock)
     assert reader.run("reader", PROMPT) == 4 * BLOCK
+    reader.close()
+
+
+COME = {
+    "states after chunks": (("chunks", "states"), 4 * BLOCK),
+    "a part of the state later": (("chunks", "first parts", "second parts"), 4 * BLOCK),
+    "states before chunks": (("states", "chunks"), 4 * BLOCK),
+    "no state": (("chunks",), 0),
+    "a part of a state": (("chunks", "first parts"), 0),
+}
+"""What a prefill in another engine leaves in a server by and by, and the hit of the decode."""
+
+
+@pytest.mark.parametrize("case", COME)
+def test_a_decode_waits_for_the_last_state_of_a_prefill_as_for_its_chunks(case):
+    order, hit = COME[case]
+    client = DictClient()
+    writer = StatefulHost(RemoteStore("memory://server", client), KIND)
+    writer.run("writer", PROMPT)
+    writer.settle()
+    keys = ChunkKeys(writer.caches[0].identity.first, BLOCK)
+    keys.extend(PROMPT)
+    writer.close()
+    parts = [{state_key(key, part).hex() for key in keys.keys} for part in range(2)]
+    names = {
+        "first parts": parts[0],
+        "second parts": parts[1],
+        "states": parts[0] | parts[1],
+        "chunks": {key.hex() for key in keys.keys},
+    }
+    clock, here = FakeClock(), DictClient()
+    reader = StatefulHost(RemoteStore("memory://server", here, clock=clock), KIND, clock=clock)
+    source = KVSource(waits=True, num_tokens=len(PROMPT))
+    request = reader.add("reader", PROMPT, Handover(source=source))
+
+    def waits() -> bool:
+        reader.step([])
+        clock.advance(0.02)
+        return reader.scheduler.lookup(request, 0).num_tokens is None
+
+    for what in order:
+        assert all(waits() for _ in range(5)), "for what has not come"
+        here.values |= {
+            name: value
+            for name, value in client.values.items()
+            if any(each in name for each in names[what])
+        }
+    if not hit:
+        assert all(waits() for _ in range(5)), "for what has not come"
+        until = clock() + 1.0
+        wait_until(lambda: not waits(), "it waits no longer", interval=0.0)
+        assert clock() < until, "states come soon after chunks, or not at all"
+    assert reader.admit(request) == hit
+    reader.prefill(request)
     reader.close()
 
 

@@ -16,12 +16,13 @@ from kvferry.cache.config import StatePlaces
 from kvferry.cache.deciding.lookup import Ask, Compute, Decision, Fetch, Lookup, Promise, Wait
 from kvferry.cache.deciding.miss import ABSENT, Miss
 from kvferry.cache.deciding.policy import LoadPolicy
-from kvferry.cache.deciding.search import Fetching, Wanted
+from kvferry.cache.deciding.search import Asking, Awaiting, Fetching, Wanted
 from kvferry.cache.deciding.survey import ASKED, COMING, HELD, STORED
 from kvferry.contract.messages import LookupMiss
 from kvferry.contract.spec import EngineSpec, StateSpec
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.store.base import ASK_SECONDS
 from kvferry.types import ChunkKey, MultimodalItem, StateComponent, StateKind, StateRun, TablePart
 from tests.cache.deciding.test_decide import (
     ASKED_LONG,
@@ -82,7 +83,7 @@ def decide(
         chunk._replace(state=LETTERS[states[number // 2]] if number % 2 else "")
         for number, chunk in enumerate(survey.chunks, first)
     ]
-    sought = Wanted(keys, began_at=NOW - 10, **(wanted or {}))
+    sought = Wanted(keys, **{"began_at": NOW - 10, **(wanted or {})})
     asked = Ask(sought, CHUNK * len(word) + 1, local, NOW, state, audits_own=audits_own)
     return make_lookup().decide(survey._replace(chunks=chunks, num_slots=slots), asked)
 
@@ -169,6 +170,35 @@ def test_chunks_that_another_engine_brings_are_fetched_before_their_state_is_kno
     assert isinstance(act, Wait)
     assert act.hit is not None
     assert (act.brings, act.hit.state, act.hit.num_parts) == (range(2), None, 0)
+
+
+WAIT = Awaiting(NOW + 1, 4)
+AWAITED = {
+    "the chunks are here": ("SSSS", "..", {}, (None, range(3, 4))),
+    "so is an earlier state": ("SSSS", "H.", {}, (None, range(3, 4))),
+    "the last chunks are not": ("SSLL", "..", {}, (2, range(2, 4))),
+    "so is the state": ("SSSS", ".S", {}, None),
+    "the host has all up to there": ("SSSS", "..", {"local": 32}, None),
+    "the host has the first tokens": ("SSSS", "..", {"local": 16}, (None, range(3, 4))),
+    "it did not come in time": ("SSSS", "..", {"state": Awaiting(NOW, 4, has_come=True)}, None),
+}
+"""The prompt, its states, the look-up, and what is waited for: the next chunk and the question; or
+nothing is."""
+
+
+@pytest.mark.parametrize("case", AWAITED)
+def test_the_state_behind_the_last_chunk_of_another_engine_is_awaited(case):
+    word, states, how, expected = AWAITED[case]
+    how = {"state": WAIT, **how}
+    plan = PLAN._replace(num_chunks=4)
+    act = decide(word, states, wanted={"plan": plan, "began_at": NOW}, **how).act
+    if expected is None:
+        assert not isinstance(act, Wait) or isinstance(act.state, Asking)
+        return
+    assert isinstance(act, Wait)
+    assert (act.next_chunk, act.asks) == expected
+    until = NOW + ASK_SECONDS if expected[0] is None else WAIT.until
+    assert act.state == WAIT._replace(until=until)
 
 
 AUDITED = {

@@ -248,22 +248,31 @@ class Lookup:
         self, survey: Survey, ask: Ask, known: int, end: int, miss: Miss | None
     ) -> tuple[Wait | None, bool]:
         """Return how the first chunk that is not known is waited for while another engine brings
-        it, or the question that ends such a wait; None if it is not waited for. Also whether some
-        that were awaited came."""
+        it, or the question that ends such a wait; None if it is not waited for. So for the state
+        behind the last chunk, which comes with that or soon after. Also whether some that were
+        awaited came."""
         plan, keys = ask.wanted.plan, ask.wanted.keys
         if plan.num_chunks == 0:
             return None, False
         stop = self.usable(plan.num_chunks, end)
         if stop <= ask.num_local:
             return None, False
-        if known >= min(plan.num_chunks, len(keys)):
+        lacks_state = known >= min(plan.num_chunks, len(keys))
+        state = self._lacking_state(survey, ask, stop)
+        if lacks_state and state is None:
             return None, isinstance(ask.state, Awaiting)
         wait, came = self._moved_on(ask, known)
         question = range(known, min(plan.num_chunks, known + MAX_ASKED))
+        next_chunk: int | None = known
+        if lacks_state and state is not None:
+            question, next_chunk = range(state, state + 1), None
+            since = ask.now if came else ask.wanted.began_at
+            if came or not wait.has_come:
+                wait = wait._replace(until=min(wait.until, since + ASK_SECONDS))
         if ask.now >= wait.until:
             if not self._asks_once_more(ask, wait):
                 return None, came
-            return Wait(Asking(ask.now + ASK_SECONDS, wait), miss, known, question), came
+            return Wait(Asking(ask.now + ASK_SECONDS, wait), miss, next_chunk, question), came
         is_late = ask.now >= ask.wanted.began_at + ASK_SECONDS
         if plan.is_held and is_late and survey.end is not None and survey.end.what is LACKING:
             return None, came  # the peer lacks it, and other stores have had some time to find it
@@ -271,7 +280,17 @@ class Lookup:
         if is_due and not ask.may_appear:
             return None, came
         hit, brings = self._come(survey, ask, known, stop)
-        return Wait(wait, miss, known, question if is_due else NO_CHUNKS, brings, hit), came
+        asks = question if is_due else NO_CHUNKS
+        return Wait(wait, miss, next_chunk, asks, brings, hit), came
+
+    def _lacking_state(self, survey: Survey, ask: Ask, stop: int) -> int | None:
+        """Index of the chunk before `stop` whose state is the last one, if that is not here."""
+        number = stop // self._chunk - 1
+        while self._states is not None and number >= ask.num_local // self._chunk:
+            if self._states.is_behind(number):
+                return number if survey.state(number) in _NO_STATE else None
+            number -= 1
+        return None
 
     def _moved_on(self, ask: Ask, known: int) -> tuple[Awaiting, bool]:
         """Return the wait, and whether more chunks have come. Then the others have as much time

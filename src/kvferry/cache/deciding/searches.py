@@ -257,7 +257,10 @@ class Searches:
             if not (ask.wanted.plan.is_held or (wait is not None and wait.has_come)):
                 self._patience.in_vain(ask.now)
         if act.asks:
-            asked = search.wanted.keys[act.asks.start : act.asks.stop]
+            asked = [*search.wanted.keys[act.asks.start : act.asks.stop]]
+            states = self._context.states
+            if states is not None and states.is_behind(act.asks.stop - 1):
+                asked += state_keys(asked[-1], states.num_parts)
             if self._store.probe(asked, again=True) is Where.ABSENT:
                 state = ask.state
                 if isinstance(act.state, Asking):
