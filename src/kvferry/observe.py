@@ -73,6 +73,7 @@ TIMES: Mapping[str, str] = {
 
 GAUGES: Mapping[str, Family] = {
     "pool_slots": Family("Slots of the host pool: total, held, in_use, lent.", ("state",)),
+    "ranks_apart": Family("1: ranks are on several machines, so each stores the rows it holds."),
     "store_records": Family("Records of a tier.", ("tier",)),
     "store_used_bytes": Family("Bytes counted against the quota of a tier.", ("tier",)),
     "store_max_bytes": Family("Quota of a tier.", ("tier",)),

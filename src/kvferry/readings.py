@@ -155,6 +155,8 @@ def _read_samples(samples: Iterable[Sample]) -> Reading:
                 tiers.append(TierReading(*place, value, labels["because"], labels["kind"]))
         elif name == "pool_slots":
             counts[f"{name}/{labels['state']}"] += value
+        elif name == "ranks_apart":
+            counts[name] += value
         elif name.startswith("store_") and tier:
             counts[f"{name}/{tier}"] += value
         elif name.endswith("_total"):

@@ -29,15 +29,16 @@ from kvferry.engine import LLM, SamplingParams
 from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.keys import HOST_FIELDS, ModelIdentity
 from kvferry.record import schema
+from kvferry.record.schema import RecordSchema
 from kvferry.store.base import NO_DEADLINE, Put, Store
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.url import open_one
-from kvferry.types import ChunkKey
+from kvferry.types import ChunkKey, GroupShard
 from tests.adapters.transformers.generating import prompt, reuse
-from tests.cli.test_explain import put_prompt, put_row, space_of
+from tests.cli.test_explain import GROUP, put_prompt, put_row, space_of
 from tests.cli.test_hostile_names import NAMES, is_plain
 from tests.cli.test_remote_commands import guarded
 from tests.servers.process import LOCALHOST, free_ports
@@ -266,6 +267,18 @@ def quarantine_one(root: Path) -> None:
         store.discard(next(store.catalogue().scan()).key, "bad_checksum")
 
 
+def store_shard(root: Path) -> None:
+    groups = (dataclasses.replace(GROUP, num_layers=2),)
+    whole = RecordSchema.for_groups(namespace=space_of().digest, chunk_tokens=4, groups=groups)
+    shard = whole.of_shard([GroupShard(layers=(0, 1), heads=(0, 1))])
+    key, table = ChunkKey(bytes(32)), bytes(16 * shard.num_leaves)
+    head = shard.encode_head(key, 0, table, of=bytes(32))
+    with open_one(root.as_uri()) as store:
+        for entry in list(store.catalogue().scan()):
+            store.delete(entry.key)
+        assert store.put(key, [head, bytes(shard.payload_bytes)]).is_there
+
+
 def damage_description(root: Path) -> None:
     (root / "namespaces" / f"{space_of().digest.hex()}.json").write_text("[" * 10_000)
 
@@ -278,6 +291,7 @@ def damage_description(root: Path) -> None:
         ("untrusted", "can be written by others", QUOTA, lambda root: root.chmod(0o777)),
         ("quarantine", "1 damaged records", QUOTA, quarantine_one),
         ("description", "is damaged, or of another", QUOTA, damage_description),
+        ("shards", "1 of 1 records", QUOTA, store_shard),
         ("damaged", "4 of 4", QUOTA, lambda root: change_records(root, lambda old: old[:100])),
         (
             "damaged",

@@ -43,6 +43,7 @@ def busy_counters():
             "pool_slots/total": 64,
             "pool_slots/held": 40,
             "pool_slots/in_use": 7,
+            "ranks_apart": 1.0,
             "store_used_bytes/file": 5 << 20,
             "store_max_bytes/file": 10 << 20,
             "tier_since_seconds/file/scheduler/up//": 1.0,
@@ -98,6 +99,7 @@ def test_metrics_of_an_engine_are_shown(prefix, capsys):
     found = json.loads(capsys.readouterr().out)
     assert "900 of 1,000 tokens hit since the start" in shown
     assert "pool: 40 of 64 slots held, 7 in use" in shown
+    assert "ranks on several machines: each stores the rows" in shown
     assert "2 faults of kvferry" in shown
     assert found["hits"] == {"engine": 100, "file": 600, "memory": 200}
     states = {(each["tier"], each["state"]) for each in found["tiers"]}

@@ -250,6 +250,7 @@ class PrefixCache:
         context = replace(self.context, draw=draw, log=log)
         if world_size > 1:
             context = replace(context, store=ShardedStore(self.store, ranks))
+            self.observer.watch(_while_there(ranks, _rank_gauges))
         all_groups = self.context.tables.all_groups
         pool = HostPool(self.num_slots, world_size, all_groups, Loans(ranks, self.context.clock))
         self.observer.watch(_while_there(pool, _pool_gauges))
@@ -359,6 +360,10 @@ def _while_there(thing: T, gauges: Callable[[T], Gauges]) -> Callable[[], Gauges
         return {} if there is None else gauges(there)
 
     return read
+
+
+def _rank_gauges(ranks: RankSlots) -> Gauges:
+    return {"ranks_apart": float(ranks.are_apart)}
 
 
 def _pool_gauges(pool: HostPool) -> Gauges:

@@ -203,6 +203,8 @@ def _counted(recent: Reading) -> list[RenderableType]:
     if slots := counts.get("pool_slots/total"):
         held, used = counts.get("pool_slots/held", 0), counts.get("pool_slots/in_use", 0)
         parts.append(f"pool: {held:.0f} of {slots:.0f} slots held, {used:.0f} in use")
+    if counts.get("ranks_apart"):
+        parts.append("ranks on several machines: each stores the rows that it holds, as shards")
     for name, text in (("tier_read_bytes", "read"), ("saved_bytes", "saved")):
         if num_bytes := counts.get(name):
             rate = "" if span is None else f" ({format_size(int(num_bytes / span))}/s)"

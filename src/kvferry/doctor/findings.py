@@ -107,6 +107,10 @@ class Problem(Enum):
                   "check the disk; `kvferry ls --removed` says when and why")
     DAMAGED = (_W, "{num} of {of} records that were looked at are damaged: {why}",
                "check the disk or server; `kvferry verify` takes damaged records out")
+    SHARDS = (_W, "{num} of {of} records that were looked at are shards of engines whose ranks "
+              "are on several machines: engines with another split do not read them",
+              "nothing, if no engine has another; `kvferry copy --join` makes whole records of "
+              "them")
     VANISHED = (_W, "files of records were removed in the last day, and not by kvferry",
                 "nothing, if it was you; else keep other programs out: the quota makes room")
     DESCRIPTION = (_W, "the description of namespace {namespace} is damaged, or of another",

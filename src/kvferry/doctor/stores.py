@@ -23,7 +23,7 @@ from kvferry.doctor.findings import Finding, Problem, checked
 from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.filesystem import file_system, is_of_one_machine, why_untrusted
 from kvferry.keys import JsonValue, ModelIdentity, Namespace
-from kvferry.record.check import ReadFault
+from kvferry.record.check import ReadFault, RecordInfo
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import Store, Where
 from kvferry.store.catalogue import Entry, Indexed, StoredBytes
@@ -199,6 +199,9 @@ def _check_records(store: Store, report: StoreReport) -> None:
     wrong = [fault for fault in found.values() if isinstance(fault, ReadFault)]
     if wrong := [fault for fault in wrong if fault is not ReadFault.ABSENT]:
         report.add(Problem.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
+    shards = [info for info in found.values() if isinstance(info, RecordInfo) and info.of]
+    if shards:
+        report.add(Problem.SHARDS, num=len(shards), of=len(found))
     index = Indexed.find(store)
     # Another machine has an index of its own, so what it evicts is gone without a reason here.
     if index is None or report.facts["shared_by_machines"]:
