@@ -16,7 +16,7 @@ class KVError(Exception):
 
 
 class FaultKind(StrEnum):
-    """Why a store did not do what was asked, told apart by what an operator does about it: each
+    """Why a store did not do what was asked, by what an operator does about it: each
     kind has a row of its own in `kvferry.doctor.findings`. Programs decide by the kind, people read
     the text."""
 
@@ -33,7 +33,7 @@ class FaultKind(StrEnum):
     RIGHTS = "rights"
     """Its user may not do this."""
     READ_ONLY = "read_only"
-    """It takes no changes, from nobody, or none by this object."""
+    """It takes no changes, or none by this object."""
     REFUSED = "refused"
     """It answers, and fails or refuses for a reason of its own, which the text has."""
     FULL = "full"
@@ -47,7 +47,7 @@ class FaultKind(StrEnum):
     CLOSED = "closed"
     """This process closed it, or is a fork of the one that opened it."""
     BUG = "bug"
-    """Nobody foresaw this error, or a store or its client broke its contract."""
+    """The error was not expected, or a store or its client broke its contract."""
 
 
 class Fault(NamedTuple):

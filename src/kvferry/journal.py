@@ -2,7 +2,7 @@
 written when the request ends.
 
 Of a prompt, a line keeps no tokens and no text, only the first bytes of the chunks' keys: digests
-of tokens. As these tell whoever knows a prompt that it was asked, the file is for its user alone,
+of tokens. As these show that a known prompt was asked, the file is for its user alone,
 unless it was there before with another mode. The scheduler's thread only appends to a queue in
 memory; the journal's own thread writes once a second. The commands `explain`,
 `simulate`, `status` and `report` read the file. A process that is killed, or a machine, may leave a

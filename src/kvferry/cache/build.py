@@ -101,7 +101,7 @@ class PrefixCache:
         )
         if spec.mode is Mode.OFF:
             self.identity.stop("this engine neither loads nor saves")
-        # Whatever would go wrong before there is a name, nobody finds what is stored.
+        # What a fault stored before there is a name has a random one, and is never found.
         self._schema = sized.with_namespace(self.identity.first or secrets.token_bytes(32))
         self.num_slots = self._count_slots()
         self.observer = observer

@@ -117,7 +117,7 @@ class RoleContext:
 
     Attributes:
         chunk_tokens: tokens of a chunk, set or computed.
-        store: where records are; whoever built the roles closes it.
+        store: where records are; the builder of the roles closes it.
         observer: receives counts.
         tables: block tables of the host.
         identity: what is loaded and stored, and whether anything is.

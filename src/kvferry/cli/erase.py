@@ -83,7 +83,7 @@ def erase(
     something may be left somewhere.
 
     What is chosen is listed before engines are told, since they take back what they wrote: so the
-    report says all that went, whoever was first."""
+    report has all that went, also what an engine removed first."""
     _check_places(urls)
     with ExitStack() as closing:
         found = [_opened(closing, url, len(urls), writable=False) for url in urls]
@@ -106,7 +106,7 @@ def erase(
         for each in found:
             _tell(each, names, at)
         for each, before in zip(found, listed, strict=True):
-            if yes or not why:  # else nobody agreed to what is stored by now
+            if yes or not why:  # else what is stored by now was not agreed to
                 _delete(each, choice, before)
         for each in found:
             _tell(each, names, at)

@@ -99,7 +99,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def filled_blocks(self) -> frozenset[int]:
         """Return the engine's blocks that this plan makes its worker fill, by loads of any kind. A
-        plan with loads must override it, or the host counts on blocks that nobody fills."""
+        plan with loads must override it, or the host counts on blocks that stay unfilled."""
         return frozenset()
 
     def started_loads(self) -> frozenset[str] | None:

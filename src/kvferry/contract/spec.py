@@ -14,7 +14,7 @@ from kvferry.types import KVGroup, RankShard, StateKind, TablePart
 
 
 class Mode(Flag):
-    """What an engine does with the cache unless a request asks for more. Nobody gets more of an
+    """What an engine does with the cache unless a request asks for more. No request gets more of an
     engine that is `OFF`."""
 
     OFF = 0

@@ -171,7 +171,7 @@ class Problem(Enum):
 def checked(
     where: str, check: Callable[[], Iterable[Finding]], step: Callable[[], str] = lambda: "it"
 ) -> list[Finding]:
-    """Return what a check finds. A check that fails in a way that nobody foresaw is a finding, too:
+    """Return what a check finds. A check that fails with an unexpected error is a finding, too:
     without its answer, `doctor` cannot say that nothing is wrong. `step` names what failed."""
     try:
         return list(check())

@@ -349,7 +349,7 @@ def _blob_of(path: Path) -> Path | None:
 def is_in_snapshot(model_dir: Path, *others: str) -> bool:
     """Whether all weight files of `model_dir`, and `others` in it, are links of one commit's
     snapshot in a hub's cache to blobs that did not change since. Such a path names the content:
-    whoever read these files, and whenever, read this. Raises ConfigError as `weights_digest`."""
+    each read of these files reads this. Raises ConfigError as `weights_digest`."""
     if model_dir.parent.name != "snapshots" or not _COMMIT.fullmatch(model_dir.name):
         return False  # a link to a snapshot names nothing, as it may be replaced
     return all(_blob_of(path) is not None for path in _files_and(model_dir, others))

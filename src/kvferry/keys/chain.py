@@ -70,8 +70,8 @@ MARK_BYTES = 16
 
 def salt_mark(namespace: bytes, salt: str | None) -> bytes:
     """Return the mark of a cache salt in a namespace, which records carry so that they are found by
-    their salt; empty without a salt. It is a keyed hash, and so says nothing of the salt to whoever
-    does not guess it, and differs by namespace."""
+    their salt; empty without a salt. It is a keyed hash, so it shows nothing of the salt without a
+    guess of it, and differs by namespace."""
     if salt is None:
         return b""
     key = blake3(namespace, derive_key_context=SALT_TAG).digest()

@@ -129,7 +129,7 @@ def check_head(
     data = bytes(head[: schema.head_bytes])
     header = schema.encode_header(key, first_token, of=of)
     if not data.startswith(header):
-        # Whoever knows the key need not know the salt that is hashed into it.
+        # A reader that knows the key need not know the salt that is hashed into it.
         header = schema.encode_header(key, first_token, mark_of(data), of)
     if not data.startswith(header):
         return _why_header_differs(schema, size, data)

@@ -1,7 +1,7 @@
 """The boundary of a store: an error of any operation ends here, as an answer, a count and a line.
 
 `FileStore` guards its operations, `RemoteStore` every call of its client, `open_one` the opening of
-any store, and a tier its thread. So no error leaves its operation, also one that nobody foresaw.
+any store, and a tier its thread. So no error leaves its operation, also an unexpected one.
 The `Health` of a tier says when its store is asked again.
 """
 
@@ -184,12 +184,12 @@ def is_size(size: object) -> bool:
 
 
 def fault_kind(error: BaseException) -> FaultKind:
-    """What an error of a store means to its operator: BUG for one that nobody foresaw."""
+    """What an error of a store means to its operator: BUG for an unexpected one."""
     return FaultKind.REFUSED if isinstance(error, sqlite3.Error) else network.fault_kind(error)
 
 
 def reason_of(error: Exception, *, shows_text: bool = False) -> str:
-    """Return one line about an error. Of one that nobody foresaw, it has the type and the place in
+    """Return one line about an error. Of an unexpected one, it has the type and the place in
     the code; its text may hold a credential."""
     if isinstance(error, PermissionError) and error.filename:
         return f"{error.strerror}: {why_refused(str(error.filename))}"

@@ -194,7 +194,7 @@ class IOPool:
     def close(self, timeout: float = 2.0) -> bool:
         """Let queued jobs finish for up to `timeout` seconds. True if every thread ended.
 
-        A thread stuck in a system call stays behind as a daemon. Whoever submitted its job must
+        A thread stuck in a system call stays behind as a daemon. The submitter of its job must
         cancel it, so that it touches no memory of the engine.
         """
         with self._lock:

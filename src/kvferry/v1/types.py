@@ -95,7 +95,7 @@ class V1Request:
     Attributes:
         view: the request as our roles see it.
         num_computed_tokens: tokens whose KV is in the blocks.
-        num_shown: blocks per group that the connector was told of; None before the first step, ()
+        num_shown: blocks per group that the connector has heard of; None before the first step, ()
             after a preemption.
     """
 

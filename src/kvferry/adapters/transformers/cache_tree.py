@@ -128,7 +128,7 @@ class CacheTree:
         return max(min(up, down), unit)
 
     def describe(self) -> dict[str, JsonValue]:
-        """Describe the laws for a namespace: whoever reads its records has the same."""
+        """Describe the laws for a namespace: each reader of its records has the same."""
         return {
             "version": TREE_VERSION,
             "rows": [

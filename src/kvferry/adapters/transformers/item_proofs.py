@@ -1,7 +1,7 @@
 """Proves that a model can go on behind images, videos and sounds.
 
 Each set of arguments and law of division is proven at the first call that has some, with its own
-tensors: nobody can make up pixels for a class that is not known. The result is kept beside the
+tensors: pixels for an unknown class cannot be made up. The result is kept beside the
 proof of text.
 """
 

@@ -216,7 +216,7 @@ class Lookup:
         return known, end, miss, is_open
 
     def _why_absent(self, last: ChunkView, ask: Ask) -> Miss | None:
-        """Why no store has the next chunk, and nobody waits for it."""
+        """Why no store has the next chunk, which is not awaited."""
         planned = ask.wanted.plan.miss
         return last.miss if planned.reason is LookupMiss.ABSENT else planned
 

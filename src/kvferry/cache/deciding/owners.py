@@ -1,7 +1,7 @@
 """What ends the pins that have no owner any more, after a fault in a hook.
 
 Each pin is in a `Hold` of a request or an audit. A fault between two statements can leave pins in a
-`Hold` that nobody knows: their slots would be lost for the engine's life.
+`Hold` that no part refers to: their slots would be lost for the engine's life.
 """
 
 from __future__ import annotations

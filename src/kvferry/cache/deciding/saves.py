@@ -435,7 +435,7 @@ class Saves:
     def learn_failures(self, report: RankReport) -> None:
         """The host computes the failed requests again. Other requests may have computed on the same
         blocks, through the host's own prefix cache. vLLM lets these run on, so nothing more of them
-        is saved. Failures that a report of before told, which was lost, may be of any request."""
+        is saved. Failures of an earlier report, which was lost, may be of any request."""
         rank = report.rank
         known = self.failures_known or (0,) * self._context.spec.shard.world_size
         if report.failures != known[rank]:

@@ -322,7 +322,7 @@ class Directory:
                 self.write_text(name, text, *within)
 
     def write_text(self, name: str, text: str, *within: str) -> None:
-        """Make or replace a file atomically. Whoever may use the records may read it, so that
+        """Make or replace a file atomically. All that may use the records may read it, so that
         engines see what a command writes as root, or as another user of the group."""
         path = f"{self.made(*within)}/{name}"
         temporary = f"{self.folder(*within)}/.{name}.{secrets.token_hex(8)}"
