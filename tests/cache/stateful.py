@@ -278,11 +278,13 @@ class StatefulHost:
         self.finish(request)
         return hit
 
-    def finish(self, request: StatefulHostRequest) -> None:
+    def finish(self, request: StatefulHostRequest) -> Any:
+        """End a request; return the parameters of its answer."""
         result = self.scheduler.request_finished(request, request.block_ids)
         assert not result.delay_free
         self._finished.add(request.request_id)
         self.release(request)
+        return result.params
 
     def release(self, request: StatefulHostRequest) -> None:
         freed = [block for table in request.block_ids for block in table if block != NULL_BLOCK]

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from kvferry.contract.handover import read_handover
 from kvferry.contract.messages import LookupMiss
+from kvferry.errors import ContractError
 from kvferry.keys import ChunkKeys, state_key
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import Handover, KVSource
 from tests.cache.stateful import BLOCK, StatefulHost, StatefulHostRequest
+from tests.servers.process import LOCALHOST, free_ports
 from tests.state_models import MODELS
 from tests.store.servers.remote_client import DictClient
 
@@ -176,6 +179,19 @@ def test_a_load_that_fails_is_computed_and_ends_nothing(make_host, where):
     host.finish(request)
 
 
+def test_a_host_that_takes_a_part_of_a_hit_has_broken_the_contract(make_host):
+    """There is no state at the end of the part."""
+    store(make_host, PROMPT)
+    host = make_host()
+    request = host.add("r", PROMPT)
+    take = host.scheduler.update_after_alloc
+    host.scheduler.update_after_alloc = lambda view, blocks, external: take(
+        view, blocks, min(external, 2 * BLOCK)
+    )
+    with pytest.raises(ContractError, match="never promised"):
+        host.admit(request)
+
+
 def test_a_host_that_shows_no_states_has_nothing_of_them_saved(make_host):
     host = make_host()
     request = host.add("r", PROMPT)
@@ -283,6 +299,24 @@ def test_a_decode_waits_for_the_last_state_of_a_prefill_as_for_its_chunks(case):
     assert reader.admit(request) == hit
     reader.prefill(request)
     reader.close()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 1), (1, 2)])
+def test_a_decode_reads_kv_and_state_from_the_memory_of_its_prefill(writers, readers):
+    (port,) = free_ports(1)
+    nowhere = f"peer://{LOCALHOST}:1"
+    prefill = StatefulHost(nowhere, KIND, writers, serve=f"{LOCALHOST}:{port}")
+    request = prefill.add("r", PROMPT, Handover(gives=True, answers=True))
+    assert prefill.admit(request) == 0
+    prefill.prefill(request)
+    handover = read_handover(prefill.finish(request))
+    prefill.step([])
+    decode = StatefulHost(f"peer://{LOCALHOST}:{port}", KIND, readers)
+    request = decode.add("r", PROMPT, handover)
+    assert decode.admit(request) == 4 * BLOCK
+    decode.prefill(request)
+    decode.close()
+    prefill.close()
 
 
 @pytest.mark.parametrize(
