@@ -3,11 +3,16 @@ rows that it holds as a record of its own, a shard, and reads it again."""
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvferry.cache.build import records_of
 from kvferry.cache.deciding import rank_slots
+from kvferry.cache.deciding.pins import RequestPins
+from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import Fault, FaultKind, TransferError
 from kvferry.keys import ShardKeys
@@ -77,7 +82,7 @@ class Places:
     """What the stores of a kind keep: each call opens one for every rank."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.values = root, {}
+        self.root, self.values, self.clients = root, {}, []
 
     def directory(self, world_size: int):
         """One that all machines share."""
@@ -91,6 +96,7 @@ class Places:
         stores = []
         for _ in range(world_size):
             client = DictClient(self.values)
+            self.clients.append(client)
             stores.append(RemoteStore("memory://server", client, clock=FakeClock()))
         return stores
 
@@ -224,8 +230,12 @@ def shard_keys(host, rank: int):
     return [ShardKeys(host.ranks[rank].worker._rows.own.shard).of(key) for key in keys_of(host)]
 
 
+def of_namespace(host, store):
+    return store.in_namespace(host.scheduler.requests.namespace)
+
+
 def delete(host, rank: int, name) -> bool:
-    return host.parts[rank].store.in_namespace(host.scheduler.requests.namespace).delete(name)
+    return of_namespace(host, host.parts[rank].store).delete(name)
 
 
 @pytest.mark.parametrize("losing", [0, 1])
@@ -238,10 +248,14 @@ def test_a_chunk_of_which_one_rank_lost_its_shard_is_a_miss_and_stored_again(
     lost = shard_keys(host, losing)[2]
     assert delete(host, losing, lost)
     reader = start(make_host, stores(2), load_timeout_seconds=60.0, clock=(clock := FakeClock()))
+    unreadable, whys = reader.scheduler.requests.unreadable, set()
+    add = unreadable.add
+    unreadable.add = lambda *said: (whys.add(said[3]), add(*said))
     assert reader.run("reader", PROMPT).num_external_tokens == 16
     assert_settles(reader)
     reason = LookupMiss.ABSENT if losing == 0 else LookupMiss.VANISHED
     assert reader.observer[f"miss_tokens/{reason}"] == 24
+    assert whys == {"rank 1: absent"} if losing == 1 else not whys
     assert reader.observer["put_stored"] == 1
     reader.forget_memory()
     clock.advance(3600)
@@ -316,18 +330,19 @@ class Full(WrapperStore):
 
 def written(host, rank: int) -> bool:
     """Whether all shards of a rank are stored."""
-    where = host.parts[rank].store.where
+    where = of_namespace(host, host.parts[rank].store).where
     return all(where(key) is HERE for key in shard_keys(host, rank))
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_chunk_counts_once_the_last_rank_has_stored_its_shard(make_host, places, slow):
+@pytest.mark.parametrize("kind", ["directory", "server"])
+def test_a_chunk_counts_once_the_last_rank_has_stored_its_shard(make_host, places, kind, slow):
     gate = Gate()
-    stores = places.directory(2)
+    stores = getattr(places, kind)(2)
     stores[slow] = Slow(stores[slow], gate)
     host = start(make_host, stores)
     host.run("writer", PROMPT)
-    where = host.scheduler.context.store.where
+    where = of_namespace(host, host.scheduler.context.store).where
     wait_for(lambda: (host.settle(timeout=0.1), written(host, 1 - slow))[1])
     host.settle(timeout=0.1)
     assert host.pool.is_writing
@@ -383,3 +398,108 @@ def test_an_erased_chunk_takes_its_shards_along(make_host, places):
         content = path.read_bytes()
         info = parse_head(memoryview(content), len(content))
         assert names & set(names_in((info.key, [content]))) == {name_of_key(info.of)}
+
+
+class Stuck(WrapperStore):
+    """Reads wait at a gate."""
+
+    def __init__(self, inner, gate: Gate) -> None:
+        super().__init__(inner)
+        self._gate = gate
+
+    def read(self, *args, **given):
+        self._gate.pass_through()
+        return self.inner.read(*args, **given)
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_store_that_hangs_on_one_machine_costs_a_bounded_time(make_host, places, stuck):
+    store(start(make_host, places.directory(2)))
+    gate = Gate()
+    stores = places.directory(2)
+    stores[stuck] = Stuck(stores[stuck], gate)
+    reader = start(make_host, stores, load_timeout_seconds=0.3, clock=time.monotonic)
+    assert reader.run("reader", PROMPT).num_external_tokens == 0
+    gate.release()
+    assert_settles(reader)
+    reader.run("again", PROMPT)  # right, wherever it comes from
+    assert_settles(reader)
+
+
+def test_a_machine_without_the_store_stores_and_reads_nothing_and_says_who_it_is(make_host, places):
+    host = store(start(make_host, places.server(2)))
+    stores = places.server(2)
+    host = start(make_host, stores)
+    places.clients[-1].down = True
+    assert host.run("reader", PROMPT).num_external_tokens == 0
+    why = host.scheduler.requests.unreadable.why(keys_of(host)[0])
+    assert (why.reason, why.kind) == (LookupMiss.AWAY, FaultKind.AWAY)
+    assert why.why.startswith("rank 1: ")
+    store(host, OTHER)
+    refused = host.scheduler.requests.refused.why(keys_of(host, OTHER)[0])
+    assert (refused.reason, refused.kind) == (LookupMiss.REFUSED, FaultKind.AWAY)
+    assert refused.why.startswith("rank 1: ")
+
+
+def test_a_rank_that_describes_the_model_in_another_way_says_so_and_all_go_on(
+    make_host, places, caplog
+):
+    host = start(make_host, places.directory(2))
+    other = start(make_host, places.directory(2), config={"model_type": "other"})
+    host.ranks[1] = other.ranks[1]
+    host.run("writer", PROMPT)
+    host.settle()
+    assert host.run("again", OTHER).num_external_tokens == 0
+    assert host.scheduler.identity.state.is_final
+    said = [line for line in caplog.messages if "the model" in line]
+    assert len(said) == 2  # the scheduler role's, and the rank's
+    assert any(line.startswith("rank 1 describes the model in another way") for line in said)
+    assert {info.key for info in places.shards()} <= set(shard_keys(host, 0))  # of the first step
+
+
+def test_recurrent_states_are_refused_by_name(make_host, places, caplog):
+    host = start(make_host, places.directory(2))
+    cache, region = host.parts[0], host.ranks[1].worker.region
+    caplog.clear()
+    ranks = RankSlots(
+        partial(records_of, cache.spec.groups, cache.schema, ()),
+        (cache.schema, cache.schema),
+        cache.num_slots,
+        cache.spec.shard,
+        cache.identity,
+    )
+    assert ranks.learn(region) == ranks.learn(region) == ""
+    assert not ranks.are_apart
+    (said,) = caplog.messages
+    assert "has recurrent states, which ranks on several machines cannot store" in said
+
+
+def test_the_store_of_the_scheduler_role_knows_shards_by_the_keys_of_chunks(make_host, places):
+    host = store(start(make_host, places.directory(2)))
+    sharded, key = host.scheduler.context.store, keys_of(host)[0]
+    shards = [shard_keys(host, rank)[0] for rank in range(2)]
+    assert sharded.names_of([key]) == [key, *shards]
+    assert sharded.tier_of(key) == "file"
+    touched = []
+    sharded.inner.touch = touched.extend
+    sharded.touch([key])
+    assert touched == [shards[0]]
+    sharded.discard(key, "wrong")
+    left = {info.key for info in places.shards()}
+    assert not left & {key, *shards}
+    assert len(left) == 8
+    assert sharded.delete(keys_of(host)[1])
+    assert not sharded.delete(keys_of(host)[1])
+    assert len(places.shards()) == 6
+
+
+def test_what_a_request_pins_are_the_shards_of_all_ranks(make_host, places):
+    host = start(make_host, places.directory(2))
+    sharded = host.scheduler.context.store
+    pins = RequestPins(sharded, host.observer)
+    store(host)
+    pins.add(keys_of(host), 60.0)
+    pins.close()
+    entries = list(host.parts[0].store.catalogue().scan())
+    assert len(entries) == 10
+    assert all(entry.pinned_until > time.time() for entry in entries)

@@ -18,6 +18,8 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.accounts import Accounts, Announcer, explained, not_cached
 from kvferry.cache.deciding.audits import Audits
@@ -489,6 +491,9 @@ class CacheScheduler(SchedulerRole):
             slot = self._learn_filled(filled)
             if slot is not None:
                 missed[slot.key] = filled
+                if self.saves.are_apart:
+                    why = f"rank {report.rank}: {filled.detail or filled.missed}"
+                    missed[slot.key] = structs.replace(filled, detail=why)
         if missed:
             searches = (request.search for request in self.requests.by_id.values())
             self._searches.learn_missed(missed, searches)
