@@ -12,7 +12,9 @@ import pytest
 
 from benchmarks.host import HostStep
 from kvferry.cache.deciding.search import Fetching
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
+from kvferry.contract.messages import Plan
 from kvferry.errors import ConfigError, ContractError
 from kvferry.observe import Counters
 from kvferry.store.io_pool import IOPool
@@ -123,6 +125,51 @@ def test_a_fault_anywhere_in_building_a_plan_leaks_no_slot(
     assert host.observer["audits"] == 1
     assert sum(1 for _ in directory.rglob("*.safetensors")) == len(longer) // 8
     check_pool(host.pool, role.holds())
+
+
+@pytest.mark.parametrize("hook", ["plan", "begin_step", "start_load", "collect"])
+def test_a_step_that_was_planned_before_the_host_heard_of_a_failed_load_saves_nothing(
+    make_host, stored, monkeypatch, hook
+):
+    """As on a host with two steps in flight: the second computes on blocks that were not filled."""
+    host = make_host(store=stored)
+    role, worker = host.scheduler, host.ranks[0].worker
+    guard = host.scheduler = GuardedScheduler(role, Counters(), block_size=host.block_size)
+    driver = StepDriver(worker)
+    before = set(stored.catalogue().scan())
+    request = host.admitted("reader", [*PROMPT, *range(50)])
+    assert request.num_external_tokens == 40
+
+    def planned() -> Plan:
+        plan = build_plan(host, request)
+        request.num_computed_tokens += 24
+        return plan
+
+    request.num_scheduled_tokens = 24
+    raise_once(monkeypatch, role.saves if hook == "plan" else worker, hook)
+    plans, outputs = [planned(), planned()], []
+    for plan in plans:
+        with driver.step(plan, set()):
+            pass
+        outputs.append(driver.output)
+    assert outputs[0].invalid_block_ids
+    assert getattr(plans[1], "plan", plans[1]).saves
+    for output in outputs:
+        guard.update_output(output)
+    assert role.requests.by_id["reader"].saves_blocked
+    host.settle()
+    assert set(stored.catalogue().scan()) == before
+
+
+def raise_once(patch: pytest.MonkeyPatch, part: Any, name: str) -> None:
+    real, left = getattr(part, name), [ZeroDivisionError()]
+
+    def call(*args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return real(*args)
+
+    patch.setattr(part, name, call)
 
 
 def test_a_promise_that_a_reset_dropped_before_its_plan_is_a_failed_load(make_host, stored):

@@ -34,6 +34,7 @@ class RecordingWorker(WorkerRole):
         self.plans: list[Plan] = []
         self.outputs = list(outputs)
         self.fail = set(fail)
+        self.num_noted = 0  # of loads that failed
 
     def _note(self, name: str) -> None:
         self.calls.append(name)
@@ -52,6 +53,9 @@ class RecordingWorker(WorkerRole):
 
     def save(self) -> None:
         self._note("save")
+
+    def note_failed_loads(self) -> None:
+        self.num_noted += 1
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         self.finished.append(finished_request_ids)

@@ -377,6 +377,7 @@ def test_a_step_whose_load_failed_reports_every_block_and_saves_nothing(hook):
     assert output.finished_recving == output.failed_recving == {"r"}
     assert "save" not in worker.calls
     assert worker.calls[-2:] == ["collect", "end_step"]
+    assert worker.num_noted == 1
     assert observer["contract_violation"] == 0
 
 
@@ -400,6 +401,7 @@ def test_a_later_hook_that_fails_takes_back_no_more_than_it_must(hook, failed_bl
     assert output == WorkerOutput(invalid_block_ids=frozenset(failed_blocks))
     assert worker.calls == calls
     assert observer["hook_failed"] == 1
+    assert worker.num_noted == bool(failed_blocks)
 
 
 def test_the_step_after_a_fault_is_whole_again():
@@ -421,7 +423,8 @@ def test_a_repaired_plan_reaches_both_kinds_of_role_as_its_own(is_asynchronous):
     assert worker.plans == [LoadPlan()]
     assert output.invalid_block_ids == {9}
     assert output.finished_recving == output.failed_recving == lost
-    assert "save" not in worker.calls  # computed on block 9, which nobody filled
+    assert "save" not in worker.calls  # computed on block 9, which was not filled
+    assert worker.num_noted == 1
     stale = LoadPlan(blocks=frozenset({1, 2}))
     worker.plans.clear()
     output, observer, _ = one_step(

@@ -185,14 +185,21 @@ class StepDriver:
             self.save()
             then = "the step goes on without waiting"
             self._faults.run(self.role.wait, IDLE_WAIT_SECONDS, then=then)
+        if self._reports.has_failed:
+            self._note_failed_loads()
         try:
             output = self.role.collect(finished_request_ids)
         except Exception:
             self._faults.fault("collect", "the loads of this step are failed")
             self._reports.fail_blocks(plan)
+            self._note_failed_loads()
             output = EMPTY_OUTPUT
         self.output = self._reports.admit(output, finished_request_ids, plan)
         return self.output
+
+    def _note_failed_loads(self) -> None:
+        then = "what is computed next on loads that failed may be saved"
+        self._faults.run(self.role.note_failed_loads, then=then)
 
     def end(self) -> None:
         """End the step, even if `collect` was not called.

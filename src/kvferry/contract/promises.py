@@ -192,6 +192,11 @@ class Reports:
         """Whether nothing waits to be reported, so that the host may skip steps."""
         return not self._invalid
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether loads failed of which the role may not know."""
+        return bool(self._invalid)
+
     def begin(self, plan: Plan) -> bool:
         """Note what a plan promises to the host. False for a plan that the worker must not get: it
         fills blocks without a promise, which may belong to other requests. Then everything that was

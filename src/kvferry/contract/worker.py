@@ -87,6 +87,12 @@ class WorkerRole(ABC):
         the kind is under way, or after `seconds`. Called in steps without tokens, before
         `collect`."""
 
+    def note_failed_loads(self) -> None:  # noqa: B027 - optional
+        """Note that loads of this step are reported as failed which the role may not know of: of a
+        plan that was lost, or by a fault in one of its hooks. The host may have planned the next
+        step before it hears of that, on blocks that were never filled: what such a step computes
+        must not be saved. Called before `collect`, or after it if that raised."""
+
     @abstractmethod
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         """Report and forget what ended since the last call. Each id is reported once.

@@ -67,6 +67,7 @@ class _Ended:
 
     pool: int = 0
     failures: int = 0
+    num_known: int = 0  # of the failures: in an earlier report
     timed: int = 0
     off: str = ""
     filled: list[Filled] = field(default_factory=list)
@@ -84,7 +85,7 @@ class _Ended:
         is_off = self.off and self.pool
         has_ended = self.filled or self.sealed or self.saved or self.timed or is_off
         has_loaded = self.received or self.failed_keys or self.invalid_block_ids
-        return not (has_ended or has_loaded)
+        return not (has_ended or has_loaded or self.failures > self.num_known)
 
     def output(self, region: SlotRegion) -> WorkerOutput:
         report = RankReport(
@@ -255,6 +256,9 @@ class CacheWorker(WorkerRole):
         if len(self._ended.failed_keys) == num_failed:
             self._ended.failures -= 1
 
+    def note_failed_loads(self) -> None:
+        self._ended.failures += 1  # without keys, which stands for loads of any request
+
     def save(self) -> None:
         self._saved = True
         if not self._plan.saves:
@@ -287,7 +291,7 @@ class CacheWorker(WorkerRole):
             self._take_back(load)
         if ended.is_empty:
             return EMPTY_OUTPUT
-        self._ended = _Ended(pool=ended.pool, failures=ended.failures)
+        self._ended = _Ended(ended.pool, ended.failures, num_known=ended.failures)
         return ended.output(self._region)
 
     @property
