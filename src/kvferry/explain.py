@@ -70,6 +70,8 @@ class Explanation(NamedTuple):
     space: Space
     runs: list[Run]
     """Runs that cover the whole prompt, in order."""
+    states: tuple[int, ...] = ()
+    """After how many of the leading tokens that are stored a state is stored, too."""
 
     @property
     def hit_tokens(self) -> int:
@@ -273,22 +275,27 @@ class PromptSearch:
             self._ask(digest, key, Run(number * size, size)) for number, key in enumerate(keys.keys)
         ]
         parts = space.namespace.state_parts
-        if parts:
-            self._end_at_a_state(digest, keys.keys, runs, parts)
-        return Explanation(space, _merged(self._judged(runs)))
+        states = self._end_at_a_state(digest, keys.keys, runs, parts) if parts else ()
+        return Explanation(space, _merged(self._judged(runs)), states)
 
     def _end_at_a_state(
         self, namespace: bytes, keys: Sequence[ChunkKey], runs: list[Run], parts: int
-    ) -> None:
+    ) -> tuple[int, ...]:
         """Where a model keeps states, a hit ends with a chunk at whose end one is stored: mark the
-        leading chunks behind that."""
+        leading chunks behind the last. Return after how many tokens states are stored."""
         leading = next((n for n, run in enumerate(runs) if run.why is not None), len(runs))
-        for number in range(leading - 1, -1, -1):
-            states = state_keys(keys[number], parts)
-            if all(self._ask(namespace, each, Run(0, 0)).why is None for each in states):
-                return
+        ends = [
+            number
+            for number in range(leading)
+            if all(
+                self._ask(namespace, each, Run(0, 0)).why is None
+                for each in state_keys(keys[number], parts)
+            )
+        ]
+        for number in range(ends[-1] + 1 if ends else 0, leading):
             missing = "no state is stored at its end"
             runs[number] = runs[number]._replace(why=LookupMiss.BEHIND, detail=missing)
+        return tuple(runs[number].first_token + runs[number].num_tokens for number in ends)
 
     def _judged(self, runs: list[Run]) -> list[Run]:
         """Complete the runs of the whole chunks. Only leading chunks are hits, and of these only

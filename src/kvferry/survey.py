@@ -20,6 +20,8 @@ DESCRIBE_SECONDS = 10.0
 Differences = dict[str, tuple[JsonValue, JsonValue]]
 """The two values of each field that differs, by dotted path; None for a missing field."""
 
+_OF_BLOCKS = frozenset({"chunk_tokens", "states.state_parts"})
+
 _NO_COUNTS: Mapping[bytes, tuple[int, int]] = MappingProxyType({})
 
 
@@ -148,6 +150,17 @@ def differences_of_model(namespace: Namespace, identity: ModelIdentity) -> Diffe
     known = [each.hex() for each in (identity.weights, *identity.other_weights)]
     weights = there["weights"] if there["weights"] in known else known[0]
     return differences(there, {"weights": weights, "config": identity.config})
+
+
+def has_states_in_blocks(space: Namespace) -> bool:
+    """Whether chunks divide the blocks of an engine, since it keeps recurrent states there
+    (docs/vllm.md, "Recurrent states")."""
+    return "states" in space.description
+
+
+def are_of_blocks(space: Namespace, differs: Iterable[str]) -> bool:
+    """Whether the fields, by dotted path, follow from the size of such blocks alone."""
+    return has_states_in_blocks(space) and {*differs} <= _OF_BLOCKS
 
 
 def of_hosts(differs: Iterable[str]) -> list[str]:

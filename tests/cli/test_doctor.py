@@ -38,7 +38,7 @@ from kvferry.store.tiers.tiered import TieredStore
 from kvferry.store.url import open_one
 from kvferry.types import ChunkKey, GroupShard
 from tests.adapters.transformers.generating import prompt, reuse
-from tests.cli.test_explain import GROUP, put_prompt, put_row, space_of
+from tests.cli.test_explain import GROUP, put_prompt, put_row, space_of, with_states
 from tests.cli.test_hostile_names import NAMES, is_plain
 from tests.cli.test_remote_commands import guarded
 from tests.servers.process import LOCALHOST, free_ports
@@ -380,9 +380,22 @@ def test_13_two_engines_of_one_model_that_do_not_share(found, url):
     assert "do not share: config.rope_theta" in what
 
 
+def test_engines_of_one_hybrid_whose_blocks_differ_need_one_block_size(found, url):
+    plain = url.partition("?")[0]
+    put_prompt(plain, with_states(4, 2))
+    put_prompt(plain, with_states(7, 1))
+    (what,) = found(url)
+    assert what.startswith("other-blocks ")
+    assert "chunk_tokens (" in what
+    assert "--block-size" in Problem.OTHER_BLOCKS.todo
+    put_prompt(plain, with_states(7, 1, rope_theta=5))
+    assert {each.split()[0] for each in found(url)} == {"other-blocks", "not-shared"}
+
+
 KERNELS = {
     "cpu_blocks": "amx of 128 tokens",
     "latents_of": "vllm on cuda",
+    "states_of": "vllm on cuda",
     "whole_blocks": ["64 tokens on cuda"],
 }
 """A value of each field that no option sets."""

@@ -48,6 +48,16 @@ def space_of(tenant: str = "", **config: object) -> Namespace:
     return Namespace.of(identity, (GROUP,), CHUNK, tenant)
 
 
+def with_states(chunk_tokens: int, state_parts: int, **config: object) -> Namespace:
+    """Of a model with recurrent states, as an engine whose blocks such chunks divide names it."""
+    model = space_of(**config).description["config"]
+    identity = ModelIdentity(weights=bytes(32), config=model, name="m")
+    state = KVGroup(num_layers=2, num_kv_heads=2, content_size=40, dtype="float32", block_size=1)
+    return Namespace.of(
+        identity, (GROUP,), chunk_tokens, states=((state,),), state_parts=state_parts
+    )
+
+
 SPACE = space_of()
 
 
@@ -290,6 +300,28 @@ def test_what_kernels_decide_is_not_taken_for_an_option(url, run, asked, field):
     assert not any(
         "No option" in each for each in asked(url, space=space_of(**{field: "amx"}))["notes"]
     )
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "says"),
+    [
+        (with_states(7, 1), with_states(4, 2), True),
+        (with_states(7, 1), with_states(4, 1), True),
+        (with_states(7, 1), with_states(4, 2, rope_theta=5), False),
+        (with_states(7, 1), with_states(7, 1, rope_theta=5), False),
+        (SPACE, Namespace.of(ModelIdentity(
+            weights=bytes(32), config={"dtype": "float32"}, name="m"), (GROUP,), 4), False),
+    ],
+)  # fmt: skip
+def test_a_miss_by_the_size_of_blocks_with_states_names_the_option(url, asked, here, there, says):
+    put_prompt(url, there)
+    put_prompt(url, here, range(500, 530))
+    value = asked(url, space=here)
+    assert value["reason"] == "other_namespace"
+    assert ("one --block-size" in value["summary"]) == says
+    sizes = {each.description["chunk_tokens"] for each in (here, there)}
+    noted = any("Engines share with one --block-size" in each for each in value["notes"])
+    assert noted == (len(sizes) > 1 and here is not SPACE)
 
 
 def test_of_namespaces_that_never_had_a_prompt_the_most_alike_answers(url):

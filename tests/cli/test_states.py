@@ -80,13 +80,18 @@ def test_a_hit_is_explained_by_where_a_state_is(url, run, model_dir, prompt_file
         options = ("--model", str(model_dir), "--tokens", prompt_file, "--block-size", "1")
         return json.loads(run("explain", url, *options, "--json", "-").out)
 
-    assert explained()["hit_tokens"] == 2 * CHUNK
-    _, states = keys_of(url)
+    said, (_, states) = explained(), keys_of(url)
+    assert said["hit_tokens"] == 2 * CHUNK
+    assert said["namespaces"][0]["states"] == [2 * CHUNK]
+    (noted,) = (each for each in said["notes"] if each.startswith("States are stored after"))
+    assert f"after {2 * CHUNK} tokens, each in {len(states)} record" in noted
     with open_store(url) as store:
         assert store.delete(states[-1])
     said = explained()
     assert (said["hit_tokens"], said["reason"]) == (0, "behind")
     assert "no state is stored at its end" in said["summary"]
+    assert said["namespaces"][0]["states"] == []
+    assert not any("States are stored" in each for each in said["notes"])
 
 
 def test_a_prompt_is_copied_and_removed_with_its_states(url, run, tmp_path, model_dir, prompt_file):

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvferry.adapters.vllm.spec import hosted_model
 from kvferry.cli.main import main
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Process, kvferry, wait_for_records
 from tests.real_vllm.host import RELEASE
+from tests.real_vllm.hybrids import BLOCKS, write_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's, at its import
 
@@ -84,3 +86,13 @@ def test_options_that_vllm_refuses_are_a_finding(
         value = found(capsys, store, models["plain"], **options)
         assert [each["code"] for each in value["findings"]] == ["config"]
         assert "configuration" not in value["about"]
+
+
+@pytest.mark.skipif(RELEASE < (0, 30), reason="states are served from then on")
+def test_the_block_size_with_which_all_numbers_of_ranks_share_a_hybrids_states(
+    tmp_path: Path,
+) -> None:
+    model = write_hybrid(tmp_path, "qwen3_next")
+    found = hosted_model(model, {"dtype": "bfloat16"}, None, bytes(32))
+    assert found.block_size == BLOCKS["qwen3_next"]
+    assert found.identity.config["states_of"] == "vllm on cpu"

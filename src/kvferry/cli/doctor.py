@@ -89,17 +89,17 @@ def doctor(
         # A store in memory is right for an engine of one process, and there is nothing to look at.
         wanted += [url for url in config.stores if not is_private(url)]
     facts = None if model is None else _model_or_none(model, options)
+    shares: JsonRow = {}
     if vllm:
-        missing, facts = _look_at_vllm(model, facts, config, options)
+        missing, facts, shares = _look_at_vllm(model, facts, config, options)
         findings += missing
     memory = machine_bytes()
     if config is not None:
         pool = memory, config.memory_bytes, facts, config.step_tokens
         findings += checked("machine", partial(machine.check_pool, *pool))
     reports = _look_at_stores(wanted, facts, timeout)
-    for report in reports:
-        findings += report.findings
-    about: JsonRow = {**machine.software(), "memory_bytes": memory}
+    findings += [each for report in reports for each in report.findings]
+    about: JsonRow = {**machine.software(), "memory_bytes": memory, **shares}
     about |= _right(findings, vllm=vllm, has_config=config is not None)
     if model is not None:
         about |= {**about_weights(model), "stored_kv": _stored_kv(model)}
@@ -134,17 +134,20 @@ def _look_at_vllm(
     facts: Model | None,
     config: VllmConfig | None,
     options: Mapping[str, JsonValue],
-) -> tuple[list[Finding], Model | None]:
-    """Return what is wrong with the installed vLLM, and the model as it runs it."""
+) -> tuple[list[Finding], Model | None, JsonRow]:
+    """Return what is wrong with the installed vLLM, the model as it runs it, and what to say of
+    engines that are to share it."""
     from kvferry.doctor.vllm import VllmConfig, check_installed, run_here
 
     # It logs to stdout from its import on.
     with redirect_stdout(sys.stderr), _quiet_vllm(), progress() as bar:
         bar.add_task("importing vLLM", total=None)
         findings = checked("vllm", check_installed)
-        if findings or model is None or facts is None:
-            return findings, facts
-        identity, given = facts.identity, config or VllmConfig()
+        if findings or model is None:
+            return findings, facts, {}
+        version = options.get("weights_version")
+        identity = model_identity(model, version) if facts is None else facts.identity
+        given = config or VllmConfig()
         runs: list[HostedModel] = []
 
         def run() -> Iterator[Finding]:
@@ -157,7 +160,12 @@ def _look_at_vllm(
                 runs.append(found._replace(identity=ours))
 
         findings = checked("vllm", run)
-    return findings, _model(model, options, *runs) if runs else facts
+    if facts is not None and runs:
+        facts = _model(model, options, *runs)
+    if not runs or runs[0].block_size is None:
+        return findings, facts, {}
+    said = f"{runs[0].block_size}, for engines of 1 to 8 ranks that are to share"
+    return findings, facts, {"block_size": said}
 
 
 @contextmanager

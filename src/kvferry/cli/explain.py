@@ -51,8 +51,10 @@ from kvferry.store.kind import shown_url
 from kvferry.store.url import parse_store_url, read_options
 from kvferry.survey import (
     Differences,
+    are_of_blocks,
     differences,
     differences_of_model,
+    has_states_in_blocks,
     of_hosts,
     survey,
     unread,
@@ -67,6 +69,7 @@ _MAX_VALUE = 24
 
 _MAX_DIFFERENCES = 12
 _MAX_RUNS = 200
+_MAX_STATES = 12
 
 HIT = "hit"
 """What is shown as the reason of tokens that would be read."""
@@ -232,11 +235,22 @@ def _notes(answer: PromptAnswer, asked: AskedPrompt) -> list[str]:
     notes = away_lines(answer.away)
     notes += [f"{why}; one of these namespaces may be nearer" for why in answer.unread]
     other = [] if answer.elsewhere is None else [answer.elsewhere.space]
-    of_kernels = {
-        name
-        for space in [*(each.space for each in answer.found), *other]
-        for name in of_hosts(space.differs)
-    }
+    spaces = [*(each.space for each in answer.found), *other]
+    of_kernels = {name for space in spaces for name in of_hosts(space.differs)}
+    sizes = {space.chunk_tokens for space in spaces if has_states_in_blocks(space.namespace)}
+    if len(sizes) > 1:
+        notes.append(
+            f"Chunks of {' and '.join(map(str, sorted(sizes)))} tokens: this model has recurrent "
+            "states, and its chunks divide the blocks of an engine, whose size follows from the "
+            "number of ranks. Engines share with one --block-size; doctor --model says which."
+        )
+    if answer.found and (states := answer.found[0].states):
+        parts, shown = answer.found[0].space.namespace.state_parts, states[-_MAX_STATES:]
+        first = "..., " if len(states) > len(shown) else ""
+        notes.append(
+            f"States are stored after {first}{', '.join(f'{each:,}' for each in shown)} tokens, "
+            f"each in {parts} record{'s' * (parts > 1)}."
+        )
     for name in sorted(of_kernels):
         notes.append(f"No option sets {name}: it follows from the kernels of an engine's host.")
     if answer.reason is LookupMiss.ABSENT:
@@ -267,7 +281,7 @@ def _show(answer: PromptAnswer, notes: list[str], json: str | None) -> None:
     summary = _summary(answer)
     shown: list[RenderableType] = [summary]
     if answer.found:
-        best, runs = answer.found[0]
+        best, runs, _ = answer.found[0]
         model = f"{_runs_as(best.namespace)}, {best.chunk_tokens} tokens a chunk"
         rows = [_row(run) for run in runs[:_MAX_RUNS]]
         columns = {"tokens": "tokens", "what": "why", "more": "more"}
@@ -320,6 +334,8 @@ def _because(answer: PromptAnswer) -> str:
         return f"{answer.without_extra:,} tokens are stored without this salt and LoRA adapter"
     if reason is LookupMiss.OTHER_NAMESPACE and other is not None:
         there = f"{other.hit_tokens:,} tokens are stored under {_values(other.space.differs)}"
+        if are_of_blocks(other.space.namespace, other.space.differs):
+            there += ": its engines need one --block-size"
         return there if miss else f"{nothing}; {there}"
     if miss is None:
         return nothing
@@ -387,6 +403,7 @@ def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
     found: list[JsonValue] = [
         {
             **_about(each.space, each.hit_tokens),
+            "states": list(each.states),
             "chunks": [{**run._asdict(), "why": run.why or HIT} for run in each.runs],
         }
         for each in answer.found

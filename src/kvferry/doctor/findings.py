@@ -117,6 +117,10 @@ class Problem(Enum):
                    "start an engine of this model, which writes it again")
     NOT_SHARED = (_W, "namespaces {one} and {other} are of one model and do not share: {fields}",
                   "use the same options in both; `kvferry rm --namespace` deletes old records")
+    OTHER_BLOCKS = (_W, "namespaces {one} and {other} of one model with recurrent states do not "
+                    "share: {fields} follow from the sizes of their engines' blocks",
+                    "start all of its engines with one --block-size, whatever their number of "
+                    "ranks: `kvferry doctor --model DIR --vllm` says which")
     OTHER_MODEL = (_W, "nothing in it is of this model and configuration; the nearest namespace "
                    "differs in {fields}",
                    "check --model and the options, or the store of the engines that run it")

@@ -35,7 +35,14 @@ from kvferry.store.maintenance import delete_or_fail, inspect
 from kvferry.store.recordio import put_record
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.url import open_one, parse_store_url, read_options
-from kvferry.survey import differences, differences_of_model, of_hosts, survey, unread
+from kvferry.survey import (
+    are_of_blocks,
+    differences,
+    differences_of_model,
+    of_hosts,
+    survey,
+    unread,
+)
 from kvferry.types import ChunkKey, KVGroup
 
 ANSWER_SECONDS = 5.0
@@ -386,7 +393,9 @@ def _check_sharing(spaces: list[Namespace], report: StoreReport) -> None:
             if name in options or not options
         )
         one, two = (each.digest.hex()[:16] for each in (other, space))
-        if options:
+        if are_of_blocks(space, differs):
+            report.add(Problem.OTHER_BLOCKS, one=one, other=two, fields=fields)
+        elif options:
             report.add(Problem.NOT_SHARED, one=one, other=two, fields=fields)
         else:
             who = f"namespaces {one} and {two} of one model"

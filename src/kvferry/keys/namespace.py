@@ -57,7 +57,7 @@ IRRELEVANT_FIELDS = frozenset(
 """Fields of a Hugging Face config that cannot change KV bytes. All other fields count, also unknown
 ones: a needless miss costs time, but a wrong hit gives wrong output."""
 
-HOST_FIELDS = frozenset({"cpu_blocks", "latents_of", "whole_blocks"})
+HOST_FIELDS = frozenset({"cpu_blocks", "latents_of", "states_of", "whole_blocks"})
 """Fields of an identity's config that no option sets: they follow from the kernels of the host that
 computes the KV, and stand only where these keep engines apart."""
 

@@ -82,9 +82,11 @@ def chunk_tokens_with_states(
         if block_size % size == 0 and _has_room(groups, kinds, size)
     ]
     if not usable:
+        token_bytes = sum(_num_bytes(group, group.num_layers) for group in groups)
         raise ConfigError(
             f"no chunk that divides the {block_size} tokens between two states has room for the "
-            f"{smallest_payload(kinds)} bytes that one layer keeps"
+            f"{smallest_payload(kinds)} bytes that one layer keeps; set --block-size of "
+            f"{-(-smallest_payload(kinds) // token_bytes)} or more"
         )
     return min(usable, key=lambda size: (abs(size - wanted), size))
 

@@ -29,7 +29,7 @@ from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
 from kvferry.adapters.vllm.stages import find_layers
-from kvferry.adapters.vllm.states import served_states
+from kvferry.adapters.vllm.states import identity_with_states, served_states
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.config import CacheConfig
 from kvferry.cache.epoch import CacheIdentity
@@ -41,6 +41,7 @@ from kvferry.contract.spec import EngineSpec, Mode, StateSpec
 from kvferry.errors import ConfigError
 from kvferry.filesystem import user_cache
 from kvferry.identity import model_identity
+from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.store.kinds import is_private
 from kvferry.v1.facade import OneRole
@@ -174,16 +175,19 @@ class FerryConnector(OneRole):
             self._layers,
             cpu_kernels(config, sizes),
             options.chunk_tokens,
-            lambda: model_identity(
-                running_model(config, self.host.load_config),
-                options.weights_version,
-                self._weights.hashed,
-            ),
+            partial(self._identity, options.weights_version),
             self._states,
         )
         if self._why_off or self._awaits_stages:
             spec = replace(spec, mode=Mode.OFF)
         return spec
+
+    def _identity(self, weights_version: str | None) -> ModelIdentity:
+        running = running_model(self._host_config, self.host.load_config)
+        identity = model_identity(running, weights_version, self._weights.hashed)
+        if self._states is None:
+            return identity
+        return identity_with_states(identity, platform_name())
 
     @property
     def _why_off(self) -> str:
@@ -493,7 +497,10 @@ def _capacities(cache: PrefixCache) -> str:
     states = cache.context.states
     if states is not None:
         every, size = states.every * chunk_tokens, states.num_parts * cache.schema.record_bytes
-        found.append(f"a recurrent state after every {every} tokens has {format_size(size)}")
+        found.append(
+            f"a recurrent state after every {every} tokens has {format_size(size)}, for engines "
+            f"with --block-size {every}"
+        )
     if cache.spec.step_tokens is not None:
         found.append(f"a step computes {cache.spec.step_tokens}")
     return ", ".join(found)

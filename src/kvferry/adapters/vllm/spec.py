@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvferry.adapters.vllm.host import cpu_kernels, has_whole_items, load_host
+from kvferry.adapters.vllm.host import cpu_kernels, has_whole_items, load_host, platform_name
 from kvferry.adapters.vllm.layers import Layer, num_target_layers, stages_of
+from kvferry.adapters.vllm.states import identity_with_states, shared_block_size
 from kvferry.contract.spec import EngineSpec, Mode, StateSpec
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.identity import model_identity
@@ -258,10 +259,12 @@ class HostedModel(NamedTuple):
         identity: includes what the kernels here decide, if it is known.
         knows_kernels: whether it is: on CPUs, but for latent attention. Elsewhere it takes the
             model's layers, which only a running engine has.
+        block_size: of a model with recurrent states, with which engines of 1 to 8 ranks share.
     """
 
     identity: ModelIdentity
     knows_kernels: bool
+    block_size: int | None = None
 
 
 def hosted_model(
@@ -291,6 +294,13 @@ def hosted_model(
         raise ConfigError(" ".join(str(error).split())) from error
     model = running_model(config, load_host().load_config)
     identity = model_identity(model, weights_version, lambda _: weights)
+    if getattr(config.model_config, "is_hybrid", False):
+        # Its blocks are as large as its states make them, once the layers are known.
+        return HostedModel(
+            identity_with_states(identity, platform_name()),
+            knows_kernels=False,
+            block_size=shared_block_size(config),
+        )
     size = config.cache_config.block_size
     kernels = cpu_kernels(config, {size}) if size else None
     if kernels is None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from kvferry.adapters.vllm.layer_kv import text_config
 from kvferry.adapters.vllm.layers import Layer, is_recurrent, number_of, specs_of
 from kvferry.contract.spec import StateSpec
 from kvferry.errors import ConfigError, LayoutError
+from kvferry.keys import ModelIdentity
 from kvferry.layout.states import Arrays, components_of
 from kvferry.types import StateComponent, StateKind, TablePart
 
@@ -26,9 +30,8 @@ _KINDS = {
 }
 """By vLLM's name of a layer's backend."""
 
-_TRIED = frozenset({"MAMBA2", "GDN_ATTN", "SHORT_CONV"})
-"""Kinds that engines went on from as from their own states (tests/real_vllm/test_states.py). Of the
-others, vLLM has no kernels for a CPU."""
+_ANY_BACKEND = 128
+"""A multiple of the smallest block of every attention backend of vLLM."""
 
 _GROUPS = re.compile(r"(mamba_|ssm_)?n_?groups")
 """Names that configurations have for the groups of B and C."""
@@ -93,26 +96,64 @@ def served_states(
         hands_off: whether the host says in which blocks states are.
 
     Raises:
-        ConfigError: as `states_of`, or states of a kind that was tried in no engine, or of which no
-            prefix could be named or found.
+        ConfigError: as `states_of`, or states of which no prefix could be named or found.
     """
     states = states_of(vllm_config, kv_cache_config, dim_first=dim_first)
     if states is None:
         return None
     why = "" if hands_off else "this vLLM does not say where they are (0.30 and later do)"
     why = why or ("" if layers else "it has no KV beside them, by which a prefix is known")
-    is_kimi = getattr(text_config(vllm_config.model_config), "linear_attn_config", None) is not None
-    for group in kv_cache_config.kv_cache_groups:
-        for name, spec in specs_of(group):
-            if is_recurrent(spec) and (is_kimi or _kind_of(spec) not in _TRIED):
-                kind = "Kimi's delta attention" if is_kimi else _kind_of(spec)
-                why = why or f"layer {name} has those of {kind}, which were tried in no engine"
     if why:
         raise ConfigError(
             f"kvferry's connector does not serve the recurrent states of this model: {why}; serve "
             "it with KVFerryTier behind vLLM's OffloadingConnector, or without kvferry"
         )
     return states
+
+
+def identity_with_states(identity: ModelIdentity, platform: str) -> ModelIdentity:
+    """Return the identity of a model with recurrent states: engines on other platforms have other
+    kernels, which may keep the state of a head in another order. VLLM 0.32's kernels for delta nets
+    keep it as `[key, value]` on a CPU, and as `[value, key]` elsewhere, in pages of one form."""
+    return replace(identity, config={**identity.config, "states_of": f"vllm on {platform}"})
+
+
+def shared_block_size(vllm_config: Any) -> int:  # noqa: ANN401 - the host's
+    """Return a block size that vLLM takes whatever the number of ranks, up to 8: each needs blocks
+    in which the KV of a layer has room for a state. It is a multiple of what any backend asks for.
+
+    Raises:
+        ConfigError: this vLLM does not say what the model's states are.
+    """
+    interface = import_module("vllm.v1.kv_cache_interface")
+    registry = import_module("vllm.model_executor.models").ModelRegistry
+    dtypes = import_module("vllm.utils.torch_utils").STR_DTYPE_TO_TORCH_DTYPE
+    model = vllm_config.model_config
+    found: list[int] = []
+    for num_ranks in (1, 2, 4, 8):
+        config = copy(vllm_config)
+        config.parallel_config = copy(vllm_config.parallel_config)
+        config.parallel_config.tensor_parallel_size = num_ranks
+        try:
+            made, _ = registry.resolve_model_cls(model.architecture, model_config=model)
+            state = interface.MambaSpec(
+                block_size=1,
+                shapes=tuple(made.get_mamba_state_shape_from_config(config)),
+                dtypes=tuple(made.get_mamba_state_dtype_from_config(config)),
+            )
+            kind = interface.MLAAttentionSpec if model.use_mla else interface.FullAttentionSpec
+            token = kind(
+                block_size=1,
+                num_kv_heads=model.get_num_kv_heads(config.parallel_config),
+                head_size=model.get_head_size(),
+                dtype=dtypes.get(vllm_config.cache_config.cache_dtype, model.dtype),
+            )
+        except AssertionError:  # the heads cannot be divided so
+            continue
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(f"this vLLM does not say what its states are: {error}") from error
+        found.append(-(-state.page_size_bytes // token.page_size_bytes))
+    return -(-max(found) // _ANY_BACKEND) * _ANY_BACKEND
 
 
 def _kind_of(spec: Any) -> str:  # noqa: ANN401 - the host's
