@@ -53,6 +53,14 @@ def test_the_sizes_by_default_reach_all_blocks(run, trace):
     assert curve[-1]["lru"] == curve[-1]["optimum"]
 
 
+def test_hits_that_end_at_states(run, trace):
+    anywhere, at_states = (
+        json.loads(run("simulate", trace, "--sizes", "50", "--json", "-", *more).out)["curve"][0]
+        for more in ([], ["--state-every", "1536"])
+    )
+    assert 0 < at_states["lru_hit_tokens"] < anywhere["lru_hit_tokens"]
+
+
 BYTES = ["--bytes-per-token", "1KiB"]
 
 
@@ -67,6 +75,7 @@ BYTES = ["--bytes-per-token", "1KiB"]
         (["--sizes", "5,,6"], "'' is not a size"),
         (["--bytes-per-token", "128"], "no unit"),
         (["--bytes-per-token", "0B"], "must be at least 1B"),
+        (["--state-every", "500"], "no multiple of the trace's blocks of 512 tokens"),
         (["--png", "/nowhere/x.png"], "cannot write /nowhere/x.png: No such directory"),
         (["--png", "/"], "cannot write /: Is a directory"),
     ],

@@ -42,6 +42,22 @@ def test_with_room_for_all_lru_is_the_optimum(simulator):
     assert point["lru"] == point["optimum"] == facts["hit_rate_without_limit"]
 
 
+@pytest.mark.parametrize("state_blocks", [1, 2, 3, 100])
+@pytest.mark.parametrize("capacity", [5, 40, 1000])
+def test_hits_of_a_model_with_states_end_at_one(capacity, state_blocks):
+    prompts = [*PROMPTS[:60], [], *PROMPTS[60:]]  # one is shorter than a block
+    trace = make_trace(prompts, TOKENS, [len(prompt) * TOKENS for prompt in prompts])
+    point, every = (Simulator(trace, blocks).point(capacity, None) for blocks in (state_blocks, 1))
+    hits, at = lru_hits(prompts, capacity), 0
+    total = 0
+    for prompt in prompts:
+        total += sum(hits[at : at + len(prompt)]) // state_blocks * state_blocks
+        at += len(prompt)
+    assert point["lru"] == pytest.approx(total / at)
+    assert point["lru_hit_tokens"] == total * TOKENS
+    assert point["lru"] <= point["optimum"] <= every["optimum"]
+
+
 def test_facts_of_a_trace_without_reuse():
     simulator = Simulator(make_trace([[1, 2], [3]], TOKENS))
     assert simulator.facts()["hit_rate_without_limit"] == 0.0

@@ -40,6 +40,15 @@ def simulate(
     bytes_per_token: Annotated[
         str | None, typer.Option(metavar="SIZE", help="KV of one token, e.g. 128KiB.")
     ] = None,
+    state_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Tokens between two recurrent states, which an engine's first lines name: hits "
+            "end at a state.",
+        ),
+    ] = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="The curve as PNG.")] = None,
     json: JsonOption = None,
 ) -> None:
@@ -63,7 +72,7 @@ def simulate(
     if sizes is not None:
         asked = map(str.strip, sizes.split(","))
         capacities = [_blocks(size, read.block_tokens, token_bytes) for size in asked]
-    simulator = Simulator(read)
+    simulator = Simulator(read, _state_blocks(state_every, read.block_tokens))
     curve = [simulator.point(capacity, token_bytes) for capacity in capacities]
     if png is not None:
         with writing(png):
@@ -74,6 +83,19 @@ def simulate(
     shown = [_rounded(row) for row in curve]
     tables = make_fact_table(_rounded(facts)), make_table(columns, shown, title="hit rates")
     emit({"trace": dict(facts), "curve": [dict(row) for row in curve]}, json, *tables)
+
+
+def _state_blocks(state_every: int | None, block_tokens: int) -> int:
+    """Return the blocks between two states; 1 where hits end anywhere. Raises ConfigError if it is
+    no number of whole blocks."""
+    if state_every is None:
+        return 1
+    if state_every % block_tokens:
+        raise ConfigError(
+            f"--state-every {state_every}: no multiple of the trace's blocks of {block_tokens} "
+            "tokens"
+        )
+    return state_every // block_tokens
 
 
 def _rounded(row: Mapping[str, Fact]) -> JsonRow:

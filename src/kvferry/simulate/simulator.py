@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.simulate.reuse import NEVER, optimum, previous_references, reuse_distances
 from kvferry.simulate.trace import Trace
@@ -20,10 +21,15 @@ _COLOURS: Final = {"lru": "#2a7f62", "optimum": "#8d99ae"}
 
 
 class Simulator:
-    """The simulations of one trace. What they share is computed once."""
+    """The simulations of one trace. What they share is computed once.
 
-    def __init__(self, trace: Trace) -> None:
+    Args:
+        state_blocks: blocks between two recurrent states: hits end at one. 1: they end anywhere.
+    """
+
+    def __init__(self, trace: Trace, state_blocks: int = 1) -> None:
         self.trace = trace
+        self._state_blocks = state_blocks
         self._previous = previous_references(trace.blocks)
         self._distances = reuse_distances(trace.blocks, trace.starts)
 
@@ -50,15 +56,29 @@ class Simulator:
         Args:
             token_bytes: bytes of KV per token, over all layers and ranks; None leaves bytes out.
         """
-        hits = self._distances < capacity
+        hits = self._up_to_states(self._distances < capacity)
         size: dict[str, float] = {"capacity_blocks": capacity}
         if token_bytes is not None:
             size["capacity_bytes"] = capacity * self.trace.block_tokens * token_bytes
         return size | {
             "lru": float(hits.mean()),
-            "optimum": float(optimum(self._previous, capacity).mean()),
+            "optimum": float(self._up_to_states(optimum(self._previous, capacity)).mean()),
             "lru_hit_tokens": int(self.trace.tokens()[hits].sum()),
         }
+
+    def _up_to_states(self, hits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the hits of each request up to the last state that so many blocks reach: at most
+        what a model with states hits, as one is not kept at every such place."""
+        if self._state_blocks == 1:
+            return hits
+        starts = self.trace.starts
+        before = np.concatenate([[0], np.cumsum(hits)])
+        of_request = np.diff(before[starts])
+        kept = of_request // self._state_blocks * self._state_blocks
+        counts = np.diff(starts)
+        number = before[1:] - np.repeat(before[starts[:-1]], counts)  # of a hit in its request
+        found: NDArray[np.bool_] = hits & (number <= np.repeat(kept, counts))
+        return found
 
 
 def default_capacities(num_unique: int) -> list[int]:
