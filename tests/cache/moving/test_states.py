@@ -378,7 +378,7 @@ def test_chunks_divide_the_tokens_between_two_states():
         shard=tensor_parallel_shard((small,), 0, 1),
         tables=(TablePart(table=0, group=0, layers=(0,), layer_names=("kv",), block_size=64),),
     )
-    with pytest.raises(ConfigError, match="no chunk that divides the 64 tokens.*--block-size of"):
+    with pytest.raises(ConfigError, match=r"no chunk that divides the 64 tokens.*--block-size of"):
         PrefixCache(spec, {"store": store.url}, Counters(), store=store)
 
 
