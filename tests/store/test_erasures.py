@@ -128,6 +128,38 @@ def test_of_a_store_that_is_opened_late_what_is_old_is_no_news():
 NO_TIMES = ("NaN", "Infinity", "-1", "1e12", "1" + 400 * "0", '"b"', "null")
 
 
+def test_what_two_stores_say_at_once_is_taken_back_once():
+    notices, texts = Notices(), {"near": None, "far": None}
+    erasures = Erasures(lambda: texts, notices.delete, Counters(), notices.clock)
+    erasures.look()
+    erasures.wrote((KEY, [RECORD]))
+    texts = dict.fromkeys(texts, add_to_notice(None, [name_of_mark(MARK)], 1.0))
+    erasures.look()
+    assert notices.deleted == [KEY]
+
+
+def test_a_store_that_did_not_answer_is_cleared_once_its_notice_is_read():
+    notices, texts = Notices(), {"near": None, "far": None}
+    erasures = Erasures(lambda: texts, notices.delete, Counters(), notices.clock)
+    erasures.look()
+    second = ChunkKey(bytes([9]) * 32)
+    erasures.wrote((KEY, [RECORD]))
+    erasures.wrote((second, [RECORD]))
+    erasures.wrote((OTHER_KEY, [OTHER]))
+    notice = add_to_notice(None, [name_of_mark(MARK)], 1.0)
+    texts = {"near": notice}  # the other one fails, and keeps what it has
+    for _ in range(2):
+        erasures.look()
+    assert notices.deleted == [KEY, second]
+    notices.clock.advance(200.0)
+    erasures.wrote((KEY, [RECORD]))  # computed again, to stay
+    texts = {"near": notice, "far": notice}
+    for _ in range(2):
+        erasures.look()
+    assert notices.deleted == [KEY, second, second]
+    assert list(erasures.since(0)) == [name_of_mark(MARK)]
+
+
 @pytest.mark.parametrize(
     "text", [None, "", "[", "[" * 10**5, "5", *(f'{{"a": {each}}}' for each in NO_TIMES)]
 )

@@ -12,6 +12,7 @@ What was erased has a name: a namespace, the mark of a salt in a namespace, or a
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import deque
@@ -147,19 +148,21 @@ class Erasures:
         is_first, known = self._known is None, self._known or {}
         old = self._wall() - _OLD_SECONDS
         heard: list[str] = []
+        again: set[str] = set()
         for store, text in self._read().items():
             found = parse_notice(text)
-            is_opened = store not in known
-            if not is_first:
-                heard += [
-                    name
-                    for name, at in found.items()
-                    if all(each.get(name) != at for each in known.values())
-                    and (at > old or not is_opened)
-                ]
-            known[store] = found or known.get(store, {})
+            before = known.get(store)
+            for name, at in found.items() if not is_first else ():
+                if before is not None and before.get(name) == at:
+                    continue
+                if any(each.get(name) == at for each in known.values()):
+                    again.add(name)
+                elif at > old or before is not None:
+                    heard.append(name)
+            known[store] = found or before or {}
         self._known = known
         self._hear(heard)
+        self._clear(again.difference(heard))
 
     def _hear(self, names: Sequence[str]) -> None:
         if not names:
@@ -173,6 +176,15 @@ class Erasures:
         # A write that ends from here on finds the names itself.
         for written in list(self._recent):
             if written.at > now - HEED_SECONDS and not self._until.keys().isdisjoint(written.names):
+                self._take_back(written)
+
+    def _clear(self, names: set[str]) -> None:
+        """A store says what another said before. It may not have answered when that was heard, and
+        still hold what was written before."""
+        last = {written.key: written for written in list(self._recent)} if names else {}
+        for written in last.values():
+            late = names.intersection(written.names)
+            if any(written.at < self._until.get(name, -math.inf) for name in late):
                 self._take_back(written)
 
     def _take_back(self, written: _Written) -> None:
