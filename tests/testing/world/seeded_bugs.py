@@ -292,7 +292,8 @@ BUGS = (
         " here on\n", "",
         (Edit(SEARCHES, "        self._learn(search, before, late)\n",
               "        self._learn(search, before, late)\n"
-              "        search.state = Settled(hit, before)\n"),)),
+              "        search.state = Settled(hit, before)\n"),
+         Edit("cache/deciding/owners.py", "            reclaim(role.pool, role.holds())\n", ""))),
     Bug("had: nobody is told why a cache is off", SCHEDULER,
         "            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING, self._state.why)",
         "            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING)"),

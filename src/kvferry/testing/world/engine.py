@@ -17,6 +17,7 @@ from kvferry.contract.spec import EngineSpec, Mode
 from kvferry.keys import UNREAD, ModelIdentity, salt_mark
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Counters
+from kvferry.store.kinds import is_peer
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.pools import check_pool
 from kvferry.testing.world.host import Host, HostRequest, HostShape, Scheduled
@@ -60,6 +61,11 @@ class EngineShape:
     strict: bool = True
     names_weights: bool = False
     late_weights: float = 0.0
+
+    @property
+    def hears_of_erasures(self) -> bool:
+        """Whether it has a store with a notice. An engine with peers alone keeps what it holds."""
+        return any(not (is_peer(url) or url.startswith("memory:")) for url in self.tiers)
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:

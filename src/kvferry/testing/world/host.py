@@ -426,6 +426,8 @@ class Host:
             if self.shape.offers_early:
                 self._commit(request, request.num_computed_tokens)
             budget -= num_tokens
+        for request in self.waiting:
+            request.asks_since = None  # nobody asks for it meanwhile
         self.waiting.extendleft(reversed(asked))
 
     def _admit(self, request: HostRequest, num_local: int, num_external: int) -> None:

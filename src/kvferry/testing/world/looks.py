@@ -33,6 +33,7 @@ _APART = RequestOptions(store=False)
 
 def look_again(world: World) -> None:
     """Runs in: the main task. Raises Wrong."""
+    _restart_writers(world)
     engines = [each for each in world.engines.values() if not (each.off or each.has_lost_plan)]
     for engine in engines:
         _check_erased_here(world, engine)
@@ -46,6 +47,18 @@ def look_again(world: World) -> None:
             _check_across(world, engine, other)
     if not (world.happened["kill"] or world.happened["restart"]):
         _check_erased(world)
+
+
+def _restart_writers(world: World) -> None:
+    """Who never reads takes what it has stored for right, until it starts again."""
+    writes = [each for each in world.engines.values() if each.shape.mode is Mode.WRITE]
+    for engine in writes if world.happened["suffer foreign"] else ():
+        world.restart(engine.name, 0.5)
+        until = world.loop.now + SETTLE_SECONDS
+        while world.engines.get(engine.name) in (engine, None) and world.loop.now < until:
+            world.loop.sleep(0.5)
+        while world.engines[engine.name].host is None and world.loop.now < until:
+            world.loop.sleep(0.5)
 
 
 def _ask_again(world: World, engine: Engine) -> None:

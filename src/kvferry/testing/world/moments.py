@@ -7,6 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+
+def _is_pinned(engine: Any, name: str) -> bool:
+    request = engine.scheduler.requests.by_id.get(name)
+    return request is not None and request.search is not None and len(request.search.pinned) > 0
+
+
 MOMENTS: dict[str, Callable[[Any], bool]] = {
     "fetching": lambda engine: engine.scheduler.pool.is_filling,
     "writing": lambda engine: engine.scheduler.pool.is_writing,
@@ -24,6 +30,13 @@ MOMENTS: dict[str, Callable[[Any], bool]] = {
     "asking again": lambda engine: any(request.asks_since for request in engine.host.waiting),
     "asking once more": lambda engine: any(
         request.turn and request.asks_since for request in engine.host.waiting
+    ),
+    "pinned again": lambda engine: any(
+        request.turn and _is_pinned(engine, request.request_id) for request in engine.host.waiting
+    ),
+    "ran uncached": lambda engine: any(
+        request.uncached is not None and request.view.extra_keys.cacheable
+        for request in engine.scheduler.requests.by_id.values()
     ),
     "away": lambda engine: any(tier.up is None for tier in engine.parts[0].store._tiers),
 }

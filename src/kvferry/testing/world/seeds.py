@@ -15,12 +15,15 @@ from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.media import DAMAGE, OFFENCES, OUTAGES
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scenario, without
+from kvferry.testing.world.twists import twisted
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
 NEAR = "memory://near"
 FIRST_PORT = 7000
 RECORD_BYTES = 4096
 SALTS = ("salt", "other")
+TWISTED = 0.3
+"""The part of scenarios that have a script of several things at once."""
 FILES = 0.04
 """The part of scenarios with a directory: real files take longest."""
 
@@ -61,9 +64,14 @@ def draw(seed: int) -> Scenario:
         quota = rng.choice(("", "?max_bytes=200KiB"))
         engines = tuple(_with_directory(rng, each, quota) for each in engines)
     engines = tuple(_of_model(each, chunk_tokens, num_groups) for each in engines)
-    return Scenario(
-        seed=seed, engines=engines, media=media, actions=_actions(rng, engines, list(media))
-    )
+    actions = _actions(rng, engines, list(media))
+    if rng.random() < TWISTED:
+        first, script = twisted(rng, engines[0], list(media))
+        engines, actions = (first, *engines[1:]), (*actions, *script)
+        if rng.random() < 0.5 and not has_peers:  # nothing else hides what it does
+            engines, actions = (first,), tuple(script)
+    in_order = tuple(sorted(actions, key=lambda action: action.at))
+    return Scenario(seed=seed, engines=engines, media=media, actions=in_order)
 
 
 def _of_model(shape: EngineShape, chunk_tokens: int, num_groups: int) -> EngineShape:

@@ -270,7 +270,8 @@ class World:
         media = self.media.by_name.values()
         namespaces = {found[1] for each in media for name in each.values if (found := _DIR(name))}
         marks = {salt_mark(bytes.fromhex(namespace), salt) for namespace in namespaces}
-        self.truth.erased.update(dict.fromkeys(marks, self.loop.now))
+        if all(shape.hears_of_erasures for shape in self.scenario.engines):
+            self.truth.erased.update(dict.fromkeys(marks, self.loop.now))
         names = {name_of_mark(mark) for mark in marks}
         for medium in media:
             for name, value in list(medium.values.items()):

@@ -1,0 +1,110 @@
+"""Several things at once that random actions seldom bring together: short scripts of actions, on an
+engine that is set up for them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kvferry.contract.spec import Mode
+from kvferry.testing.world.engine import EngineShape
+from kvferry.testing.world.scenario import Action, Ask
+
+Script = list[tuple[float, str, tuple[Any, ...]]]
+"""Actions with their times, and what they are given."""
+
+
+def _draw_ask(rng: random.Random) -> Ask:
+    return Ask(document=0, length=rng.choice((40, 64)), tail=0, max_tokens=20)
+
+
+def _uncached(rng: random.Random, name: str, _media: Sequence[str]) -> Script:
+    """Whose adapter is read while it runs is preempted, waits with pins, and leaves."""
+    ask = _draw_ask(rng)
+    return [
+        (0.0, "send", (name, ask)),
+        (7.0, "forget", (name,)),
+        (8.0, "upon", (name, "ran uncached", 10.0, "preempt", (name, 3))),
+        *[(8.0, "upon", (name, "pinned again", 10.0, "abort", (name,)))] * 3,
+        *[(8.0, "send", (name, ask._replace(tail=1, unread=0.01)))] * 3,
+    ]
+
+
+def _fault_in_search(rng: random.Random, name: str, _media: Sequence[str]) -> Script:
+    """Something unforeseen happens while a search settles that is to be audited."""
+    ask = _draw_ask(rng)
+    return [
+        (0.0, "send", (name, ask)),
+        (5.0, "forget", (name,)),
+        (5.0, "break_at", (name, "_searches._learn", rng.randrange(2))),
+        *[(5.0, "send", (name, ask._replace(tail=3)))] * 2,
+    ]
+
+
+def _fault_before_plan(rng: random.Random, name: str, _media: Sequence[str]) -> Script:
+    """Something unforeseen happens in a step that is to load."""
+    ask = _draw_ask(rng)
+    moment = rng.choice(("searching", "asking again", "fetching"))
+    return [
+        (0.0, "send", (name, ask)),
+        (5.0, "upon", (name, moment, 5.0, "break_at", (name, "_erased.heed", rng.randrange(3)))),
+        (5.0, "forget", (name,)),
+        *[(5.0, "send", (name, ask._replace(tail=3)))] * 2,
+    ]
+
+
+def _no_record(rng: random.Random, name: str, media: Sequence[str]) -> Script:
+    """Values that are no records stand under the names of what a producer writes."""
+    ask = _draw_ask(rng)
+    foreign = [(5.0, "suffer", (medium, "foreign")) for medium in media]
+    return [(0.0, "send", (name, ask)), *foreign, (6.0, "send", (name, ask))]
+
+
+def _long_outage(rng: random.Random, name: str, media: Sequence[str]) -> Script:
+    """A server is away for a minute or two, and asked meanwhile."""
+    kind, seconds = rng.choice(("error", "hang")), 40.0 + 60.0 * rng.random()
+    away = [(0.0, "fault", (medium, kind, seconds, "")) for medium in media]
+    return [*away, *[(0.1 + at, "send", (name, _draw_ask(rng))) for at in range(3)]]
+
+
+class Twist(NamedTuple):
+    """A script, and how it sets up its engine."""
+
+    script: Callable[[random.Random, str, Sequence[str]], Script]
+    shape: Mapping[str, Any] = {}
+    host: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
+
+
+_CROWDED = {"block_size": 4, "num_blocks": 30, "max_requests": 4, "prefix_caching": False}
+
+TWISTS = (
+    Twist(_uncached, host=_CROWDED, options={"audit": "off"}),
+    Twist(_fault_in_search, shape={"strict": False}, options={"audit": 1.0}),
+    Twist(_fault_before_plan, shape={"strict": False}, options={"audit": "off"}),
+    Twist(_no_record, shape={"mode": Mode.WRITE}),
+    Twist(_long_outage),
+)
+
+
+def twisted(
+    rng: random.Random, shape: EngineShape, media: Sequence[str]
+) -> tuple[EngineShape, list[Action]]:
+    """An engine as some script needs it, and the script."""
+    twist = rng.choice(TWISTS)
+    at = 1.0 + 3.0 * rng.random()
+    made = [
+        Action(round(at + after, 3), what, given)
+        for after, what, given in twist.script(rng, shape.name, media)
+    ]
+    changed = replace(
+        shape,
+        tiers=tuple(url for url in shape.tiers if not url.startswith("memory:")) or shape.tiers,
+        host=replace(shape.host, **twist.host),
+        options={**shape.options, **twist.options},
+        **({"mode": Mode.BOTH} | dict(twist.shape)),
+    )
+    return changed, made
