@@ -503,3 +503,16 @@ def test_what_a_request_pins_are_the_shards_of_all_ranks(make_host, places):
     entries = list(host.parts[0].store.catalogue().scan())
     assert len(entries) == 10
     assert all(entry.pinned_until > time.time() for entry in entries)
+
+
+def test_replicas_that_share_memory_write_one_shard(make_host, places):
+    """The first of them reads and writes; the other one only loads."""
+    host = start(make_host, places.directory(4), "replicas", engine_id="stores")
+    assert [rank.worker.region.loads_only for rank in host.ranks] == [False, True] * 2
+    store(host)
+    assert host.observer["put_stored"] == 10
+    assert host.observer["put_exists"] == 0
+    where = host.scheduler.context.store.where
+    assert all(where(key) is HERE for key in keys_of(host))
+    reader = start(make_host, places.directory(4), "replicas", engine_id="reads")
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
