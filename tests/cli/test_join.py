@@ -238,3 +238,13 @@ def test_an_interrupted_join_is_resumed(joined, url, other, tmp_path):
     value = joined(url, other)
     assert counts(value) == (120, 120, 240, 120 - len(before), len(before), 0)
     assert stored(other) == made.records
+
+
+@pytest.mark.parametrize("with_whole", [False, True])
+def test_what_is_erased_of_a_prompt_are_its_shards_too(run, url, tokens_file, with_whole):
+    made, rest = Made(), Made(tokens=range(1000, 1050))
+    put_all(url, made.shards(*RANKS, *STAGES) | (made.records if with_whole else {}))
+    left = put_all(url, rest.shards(*RANKS))
+    ran = run("rm", url, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file, "--yes")
+    assert ran.code == 0, ran.err
+    assert set(stored(url)) == set(left)

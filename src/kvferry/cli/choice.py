@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -28,15 +28,16 @@ from kvferry.cli.prompts import (
     check_digits,
     model_identity,
 )
-from kvferry.errors import ConfigError, StoreError
+from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, salt_mark, state_keys
-from kvferry.record.check import ReadFault
+from kvferry.record.check import ReadFault, RecordInfo
+from kvferry.record.schema import RecordSchema
 from kvferry.store import maintenance
 from kvferry.store.base import Store
 from kvferry.store.catalogue import Entry, StoredBytes
 from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace
 from kvferry.survey import chunk_tokens_of, differences_of_model, survey
-from kvferry.types import NO_EXTRA_KEYS, ChunkKey
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey, KVGroup
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
@@ -245,11 +246,46 @@ def _spaces(store: Store, choice: Choice) -> dict[bytes, Namespace | None]:
 
 
 def _of_prompt(store: Store, choice: Choice, prompt: AskedPrompt) -> Iterator[Entry]:
-    for namespace, key in keys_of_prompt(store, choice, prompt):
+    keys = dict.fromkeys(keys_of_prompt(store, choice, prompt))
+    for namespace, key in keys:
         size = store.in_namespace(namespace).read(key, ())
         if size is not None:
             # Only a listing says what a record takes; that costs more than its size.
             yield Entry(key, StoredBytes(size), 0.0, namespace)
+    if keys:
+        yield from _shards_of(store, choice, keys)
+
+
+def _shards_of(
+    store: Store, choice: Choice, keys: Collection[tuple[bytes, ChunkKey]]
+) -> Iterator[Entry]:
+    """Yield the shards of some records, whose keys do not follow from these: of all that a store
+    lists and that is smaller than a whole record, the headers are read. None where nothing is
+    listed."""
+    whole = {
+        space.digest: _record_bytes(space) for space in _spaces(store, choice).values() if space
+    }
+    try:
+        for entry in stores.entries(store, store.catalogue().scan()):
+            if entry.stored_bytes >= whole.get(entry.namespace, 0):
+                continue
+            info = maintenance.inspect(store, entry)
+            if isinstance(info, RecordInfo) and (entry.namespace, info.of) in keys:
+                yield entry
+    except StoreError as error:
+        if error.fault.kind is not FaultKind.UNLISTED:
+            raise
+
+
+def _record_bytes(space: Namespace) -> int:
+    """Size of a chunk's record in a namespace of KV groups; 0 in another, which has no shards."""
+    described = space.description.get("groups")
+    size = chunk_tokens_of(space)
+    if not isinstance(described, list) or size is None:
+        return 0
+    groups = tuple(KVGroup(**group, block_size=1) for group in described)
+    schema = RecordSchema.for_groups(namespace=space.digest, chunk_tokens=size, groups=groups)
+    return schema.record_bytes
 
 
 def keys_of_prompt(
