@@ -204,6 +204,7 @@ class StatefulHost:
         self._in_flight: deque[WorkerOutput] = deque()
         self._free = list(range(num_blocks - 1, 0, -1))
         self._finished: set[str] = set()
+        self._preempted: set[str] = set()
         self._drop: list[int] = []  # blocks of states that were left in the last step
         self.loading: dict[str, StatefulHostRequest] = {}
         self.failed: set[str] = set()
@@ -292,10 +293,16 @@ class StatefulHost:
         self._give_back(freed)
 
     def preempt(self, request: StatefulHostRequest) -> None:
-        """Take its blocks away at once; the next step notifies the connector."""
+        """Take its blocks away, and notify the connector."""
+        self.lose(request)
+        self.step([])
+
+    def lose(self, request: StatefulHostRequest) -> None:
+        """Take its blocks away; the next step notifies the connector. Till then it may be admitted
+        again, as after vLLM's `reset_prefix_cache` of running requests."""
         self.release(request)
         request.num_computed_tokens = 0
-        self.step([], preempted={request.request_id})
+        self._preempted.add(request.request_id)
 
     def settle(self, seconds: float = 30.0) -> None:
         """Step until saves and fetches have ended."""
@@ -325,8 +332,6 @@ class StatefulHost:
         self,
         scheduled: Sequence[StatefulHostRequest],
         tokens: int = 0,
-        *,
-        preempted: set[str] | None = None,
     ) -> bool:
         """Run one engine step. Always False, for waits."""
         dropped, self._drop = self._drop, []
@@ -335,7 +340,8 @@ class StatefulHost:
         for request in scheduled:
             request.num_scheduled_tokens = tokens
         finished, self._finished = self._finished, set()
-        plan = self.scheduler.build_plan(HostStep(list(scheduled), preempted or set(), finished))
+        preempted, self._preempted = self._preempted, set()
+        plan = self.scheduler.build_plan(HostStep(list(scheduled), preempted, finished))
         outputs = []
         for rank in self.ranks:
             for move in filter(None, moves):

@@ -150,6 +150,22 @@ def test_a_request_that_lost_its_blocks_goes_on_from_its_own_states(make_host):
     host.finish(request)
 
 
+@pytest.mark.parametrize("audit", ["off", "first"])
+def test_a_request_that_is_preempted_and_admitted_in_one_step_gets_its_load(make_host, audit):
+    store(make_host, PROMPT)
+    host = make_host(audit=audit, draw=lambda: 0.9)
+    request = host.add("r", PROMPT)
+    hit = host.admit(request)
+    assert hit == (4 if audit == "off" else 2) * BLOCK
+    host.lose(request)  # before the chunk to compare is computed
+    assert host.admit(request) == hit
+    assert host.failed == set()
+    host.prefill(request)
+    host.finish(request)
+    host.settle()
+    assert host.observer["audits"] == (audit != "off")
+
+
 OVERWRITTEN = {"KV is overwritten": slice(1), "a state is overwritten": slice(-1, None)}
 
 

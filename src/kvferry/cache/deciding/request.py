@@ -56,6 +56,11 @@ class Request:
             return True
         return self.audit is not None and self.audit.is_expected
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the next plan carries an async load of it."""
+        return self.load is not None and self.load[0].is_async
+
     def holds(self) -> Iterator[Hold]:
         """All pins that it has."""
         if self.search is not None:

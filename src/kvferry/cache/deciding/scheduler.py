@@ -338,12 +338,13 @@ class CacheScheduler(SchedulerRole):
 
     def _preempt(self, step: StepView) -> None:
         # A host that preempts everything can admit a request again in the same step: the load of a
-        # scheduled request was planned after its preemption.
+        # scheduled request was planned after its preemption. So was an async load, whose request
+        # does not run till it ends, as only running ones are preempted.
         scheduled = {item.request.request_id for item in step.scheduled}
         for request_id in step.preempted_request_ids:
             request = self.requests.by_id.get(request_id)
             if request is not None:
-                request.lose_blocks(is_admitted=request_id in scheduled)
+                request.lose_blocks(is_admitted=request_id in scheduled or request.is_loading)
 
     def _plan(self, step: StepView) -> Plan:
         running = self._find_running(step)
