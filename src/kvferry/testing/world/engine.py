@@ -402,6 +402,11 @@ class Engine:
     def computed(self, item: Scheduled) -> None:
         self.watch.computed(self, item)
 
+    def shared(self, request: HostRequest, num_local: int) -> None:
+        # No command erases a host's own prefix cache. To a new prompt it is as if it was computed.
+        local = request.seeds[:num_local]
+        self.watch.truth.computed.update(dict.fromkeys(local, self.loop.now))
+
     def loaded(self, request: HostRequest, start: int, stop: int) -> None:
         self.watch.loaded(self, request, start, stop)
 

@@ -166,6 +166,9 @@ class Watch(Protocol):
     def computed(self, item: Scheduled) -> None:
         """A step computes right KV of these tokens."""
 
+    def shared(self, request: HostRequest, num_local: int) -> None:
+        """A new prompt has its first tokens from the host's own prefix cache."""
+
     def loaded(self, request: HostRequest, start: int, stop: int) -> None:
         """These tokens of a request come from the connector."""
 
@@ -435,7 +438,9 @@ class Host:
         self._is_eventful = True
         if not request.admitted and request.extra_keys.cacheable:
             request.was_off = self.off
-        request.admitted = request.admitted or (num_tokens, num_local, num_external)
+        if request.admitted is None:
+            self._watch.shared(request, num_local)
+            request.admitted = num_tokens, num_local, num_external
         self.ledger.tokens += num_tokens
         self.ledger.external += num_external
         if num_external:
