@@ -51,6 +51,19 @@ class Place(NamedTuple):
         """Words in front of a command that make it run there."""
         return [] if self.pid is None else _inside(self.pid, *_kinds(self.pid))
 
+    @property
+    def network(self) -> list[str]:
+        """Words in front of a command that give it this side's network, and nothing else of it."""
+        return [] if self.pid is None else _inside(self.pid, "user", "net")
+
+    def run(self, command: str) -> None:
+        """Run a command of an administrator there."""
+        _run([*self.prefix, *command.split()])
+
+
+HERE = Place("127.0.0.1", None)
+"""Where the tests run."""
+
 
 class NoNamespacesError(Exception):
     """Namespaces cannot be made; the message says why."""
@@ -130,6 +143,6 @@ def two_places(*, are_machines: bool = False) -> Iterator[tuple[Place, Place]]:
                 raise
             reason = f"no network namespaces here, so both sides are on loopback: {error}"
             warnings.warn(reason, stacklevel=3)
-            yield Place("127.0.0.1", None), Place("127.0.0.2", None)
+            yield HERE, HERE._replace(address="127.0.0.2")
         else:
             yield Place(_ADDRESSES[0], near), Place(_ADDRESSES[1], far)

