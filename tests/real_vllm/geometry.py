@@ -188,6 +188,7 @@ class RankOfVllm:
             )
 
     def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
+        start = max(start, request.num_external_tokens)  # what is computed again is not written
         for cells, values in self._kv(request, seeds, start, stop):
             cells(values)
 
@@ -391,11 +392,18 @@ class EngineOfVllm:
         ]
         self.host = SimulatedHost(role, [], num_blocks=mix.num_blocks, tables=tables, num_ranks=tp)
         self.host.ranks = ranks
+        # Of a hit, vLLM's scheduler computes these at its end again, as of its own.
+        groups = workers[0].kv_cache_groups
+        self._replayed = max(group.kv_cache_spec.prefix_replay_tokens for group in groups)
         self._caches[0].wait_ready(10)
 
     def run(self, tokens: Sequence[int], budget: int) -> int:
         """Run a request, check every byte, and return how many tokens were hit."""
-        request = self.host.run(f"r{self.host.num_steps}", tokens, budget=budget)
+        request = self.host.add(f"r{self.host.num_steps}", tokens)
+        hit = self.host.admit(request)
+        request.num_computed_tokens -= min(hit, self._replayed)
+        self.host.prefill(request, budget=budget)
+        self.host.finish(request)
         self.host.settle()
         return int(request.num_external_tokens)
 
