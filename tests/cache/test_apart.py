@@ -155,7 +155,7 @@ def test_what_ranks_store_is_read_by_ranks_of_the_same_split(
     host.close()
     keys = keys_of(host)
     if kind in ("server", "tiers"):
-        assert len(places.values) == num_records * 5
+        wait_for(lambda: len(places.values) == num_records * 5)
     if kind == "directory":
         shards = places.shards()
         assert len(shards) == num_records * 5

@@ -248,3 +248,12 @@ def test_what_is_erased_of_a_prompt_are_its_shards_too(run, url, tokens_file, wi
     ran = run("rm", url, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file, "--yes")
     assert ran.code == 0, ran.err
     assert set(stored(url)) == set(left)
+
+
+def test_a_shard_says_whose_rows_it_has(run, url):
+    made = Made()
+    key, *_ = put_all(url, made.shards(STAGES[1]))
+    said = json.loads(run("ls", url, key.hex(), "--json", "-").out)
+    assert (said["verdict"], said["of"]) == ("right", made.keys[0].hex())
+    assert said["shard"] == "1-4/4,0-2/2 0-0/2,0-0/1"
+    assert [each["shape"][:2] for each in said["components"]] == [[3, 2]]

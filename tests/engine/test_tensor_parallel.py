@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvferry.cache.deciding import rank_slots
 from kvferry.engine import LLM, SamplingParams
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model import PagedModel
 from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.tensor_parallel import RankGroup
-from kvferry.errors import ConfigError, KVError, RankError
+from kvferry.errors import ConfigError, KVError, RankError, TransferError
 from kvferry.observe import Counters
 from tests.contract.dict_roles import dict_roles
 from tests.engine.test_llm import assert_same, own_generation, prompt
@@ -178,6 +179,26 @@ def test_two_processes_generate_what_one_does_and_share_its_records(model_dir, s
         completions = llm.generate(prompts, GREEDY)
     assert_same(completions, expected)
     assert completions[3].num_external_tokens >= 16  # stored by two ranks, read by one
+
+
+def test_processes_as_on_two_machines_store_shards_and_read_them(model_dir, tmp_path, monkeypatch):
+    def elsewhere(*_where):
+        raise TransferError("no such process on this machine")
+
+    monkeypatch.setattr(rank_slots, "open_slots", elsewhere)
+    path, prompts = model_dir(), [prompt(101, seed=1), prompt(60, seed=2)]
+    options = {
+        "store": f"file://{tmp_path}/store?max_bytes=64MiB",
+        "connector_options": {"chunk_tokens": 16, "audit": "off"},
+    }
+    expected = own_generation(path, prompts, 6)
+    for hits in ([0, 0], [96, 48]):
+        with LLM(path, tensor_parallel_size=2, **options) as llm:
+            llm.generate([prompt(40, seed=3)], GREEDY)  # its reports say where the ranks are
+            completions = llm.generate(prompts, GREEDY)
+            assert_same(completions, expected)
+            assert [each.num_external_tokens for each in completions] == hits
+            assert llm.drain(60.0)
 
 
 @pytest.mark.parametrize("when", ["idle", "busy"])

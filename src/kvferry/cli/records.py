@@ -38,6 +38,7 @@ from kvferry.config import format_size
 from kvferry.errors import ConfigError, StoreError
 from kvferry.record.check import ReadFault, RecordInfo
 from kvferry.record.schema import LEAF_BYTES
+from kvferry.record.shards import shard_text
 from kvferry.report.gather import causes
 from kvferry.store import maintenance
 from kvferry.store.base import Store
@@ -234,6 +235,7 @@ def _show_one(url: str, key_prefix: str, json: str | None) -> None:
             "first_token": record.first_token,
             "num_tokens": 0 if schema.is_of_state else schema.chunk_tokens,
             **({"is_state": True} if schema.is_of_state else {}),
+            **({"of": record.of.hex(), "shard": shard_text(schema.shard)} if record.of else {}),
             "head_bytes": schema.head_bytes,
             "payload_bytes": schema.payload_bytes,
             "num_leaves": schema.num_leaves,
