@@ -379,7 +379,9 @@ def test_states_that_no_prefix_goes_on_from_are_refused_by_name(name, why):
     more, message = REFUSED[why]
     with pytest.raises(ConfigError, match=message) as refused:
         components(name, 1, "SD", **more)
-    assert "\n" not in str(refused.value)
+    said = str(refused.value)
+    assert "\n" not in said
+    assert ("KVFerryTier" in said) != ("--enable-prefix-caching" in said)
 
 
 def test_rings_of_inputs_behind_a_state_are_refused(order):

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from kvferry.adapters.vllm.layer_kv import TIER
 from kvferry.adapters.vllm.layers import (
     Layer,
     is_recurrent,
@@ -83,7 +84,7 @@ def _refuse_states(kv_cache_config: Any) -> None:  # noqa: ANN401 - the host's
             if is_recurrent(spec):
                 raise ConfigError(
                     f"layer {name} keeps a recurrent state, which kvferry's connector does not "
-                    "store in pipeline stages; set pipeline_parallel_size to 1"
+                    f"store in pipeline stages; set pipeline_parallel_size to 1, or {TIER}"
                 )
 
 

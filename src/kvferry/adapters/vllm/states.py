@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from kvferry.adapters.vllm.layer_kv import text_config
+from kvferry.adapters.vllm.layer_kv import TIER, text_config
 from kvferry.adapters.vllm.layers import Layer, is_recurrent, number_of, specs_of
 from kvferry.contract.spec import StateSpec
 from kvferry.errors import ConfigError, LayoutError
@@ -105,8 +105,7 @@ def served_states(
     why = why or ("" if layers else "it has no KV beside them, by which a prefix is known")
     if why:
         raise ConfigError(
-            f"kvferry's connector does not serve the recurrent states of this model: {why}; serve "
-            "it with KVFerryTier behind vLLM's OffloadingConnector, or without kvferry"
+            f"kvferry's connector does not serve the recurrent states of this model: {why}; {TIER}"
         )
     return states
 
@@ -208,7 +207,10 @@ def state_components(
     }
     if kind not in _KINDS or unserved:
         fields = "".join(f", {name}={value!r}" for name, value in unserved.items())
-        raise ConfigError(f"{where} has states of {kind}{fields}, which kvferry does not store")
+        raise ConfigError(
+            f"{where} has states of {kind}{fields}, which kvferry's connector does not store; "
+            f"{TIER}"
+        )
     arrays = Arrays(
         shapes=spec.shapes,
         dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
@@ -219,7 +221,7 @@ def state_components(
     try:
         return components_of(_KINDS[kind], arrays)
     except LayoutError as error:
-        raise ConfigError(f"{where} has states of {kind}: {error}") from error
+        raise ConfigError(f"{where} has states of {kind}: {error}; {TIER}") from error
 
 
 def _has_one_group(config: Any) -> bool:  # noqa: ANN401 - the host's
