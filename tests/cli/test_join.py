@@ -144,15 +144,20 @@ def test_whole_records_are_copied_beside_and_joined_records_come_into_the_same_s
     assert counts(joined(url, url)) == (8, 4, 8, 0, 8, 0)  # and what is there is not read again
 
 
-def test_joined_chunks_of_a_prompt_are_evicted_in_its_order(joined, url, other, tokens_file):
+@pytest.mark.parametrize("join", [True, False])
+def test_chunks_of_a_prompt_are_evicted_in_its_order(join, run, url, other, tokens_file):
     made = Made()
-    rest = made.keys[1:]
     shards = made.shards(*RANKS)
-    put_all(url, {key: made.records[key] for key in rest} | dict(list(shards.items())[:2]))
-    joined(url, other, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file)
+    of_first = dict(list(shards.items())[:2])
+    put_all(url, {key: made.records[key] for key in made.keys[1:]} | of_first)
+    chosen = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file]
+    ran = run("copy", url, other, *chosen, *(["--join"] if join else []))
+    assert ran.code == 0, ran.err
     with open_one(other) as store:
-        recent = [entry.key for entry in Indexed.of(store, "has no index").recent(4)]
-    assert recent == made.keys
+        recent = [entry.key for entry in Indexed.of(store, "has no index").recent(9)]
+    first = made.keys[:1] if join else list(of_first)
+    assert set(recent[: len(first)]) == set(first)
+    assert recent[len(first) :] == made.keys[1:]
 
 
 def test_only_what_was_chosen_is_joined(joined, run, url, other, tokens_file):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, NamedTuple
 
 import typer
@@ -87,7 +86,7 @@ def copy(
             for item in bar.track(items, num_records, description="copying"):
                 copying.copy(item)
             if choice.prompt is not None:  # in order, and the start of a prompt is evicted last
-                store.touch(items.in_order(copying.keys))
+                store.touch(items.in_order(copying.copied))
     _report(copying, num_records, of_what, facts, json)
 
 
@@ -118,15 +117,11 @@ class _Items:
         self.keys: set[ChunkKey] = set()
 
     def find_shards(self, bar: Progress) -> None:
-        """Look for shards among the chosen records. The keys of those of a prompt do not follow
-        from it, so all records that may be are looked at."""
-        places = None if self._choice.prompt is None else self._places()
-        entries = chosen(self._source, replace(self._choice, prompt=None))
+        """Look for shards among the chosen records."""
+        entries = chosen(self._source, self._choice)
         for entry in bar.track(entries, description="looking for shards"):
             info = inspect(self._source, entry)
-            if isinstance(info, ReadFault) or not info.of:
-                continue
-            if places is None or info.of in places:
+            if not isinstance(info, ReadFault) and info.of:
                 whole = info.schema.namespace, ChunkKey(info.of)
                 self.shards.setdefault(whole, []).append(entry)
                 self.keys.add(entry.key)
@@ -149,16 +144,13 @@ class _Items:
     def said(self) -> str:
         return f", {len(self.shards):,} of {len(self.keys):,} shards" if self.shards else ""
 
-    def in_order(self, keys: list[ChunkKey]) -> list[ChunkKey]:
-        """Return keys in the order of the chosen prompt."""
-        places = self._places()
-        return sorted(keys, key=lambda key: places[key])
-
-    def _places(self) -> dict[bytes, int]:
+    def in_order(self, copied: list[tuple[ChunkKey, bytes]]) -> list[ChunkKey]:
+        """Return the keys of `_Copying.copied` in the order of the chosen prompt."""
         prompt = self._choice.prompt
         assert prompt is not None, "asked only where a prompt was chosen"
         keys = keys_of_prompt(self._source, self._choice, prompt)
-        return {key: place for place, (_, key) in enumerate(keys)}
+        places = {bytes(key): place for place, (_, key) in enumerate(keys)}
+        return [key for key, of in sorted(copied, key=lambda each: places[each[1] or each[0]])]
 
 
 class _Copying:
@@ -168,7 +160,7 @@ class _Copying:
         skips: whether what the target has is not read.
 
     Attributes:
-        keys: of the records that the target has now.
+        copied: key of each record that the target has now and, of a shard, of the whole record.
         bad: keys of what was left out, and why.
         num_read: records that were copied, there before, or wrong.
         num_vanished: records that were removed before they were read.
@@ -179,7 +171,7 @@ class _Copying:
         self._target = target
         self._skips = skips
         self._described: set[bytes] = set()
-        self.keys: list[ChunkKey] = []
+        self.copied: list[tuple[ChunkKey, bytes]] = []
         self.results: Counter[PutResult] = Counter()
         self.bad: list[tuple[ChunkKey, str]] = []
         self.num_read = self.num_vanished = 0
@@ -190,7 +182,7 @@ class _Copying:
         if self._skips and item.namespace:
             values = self._target.in_namespace(item.namespace)
             if values.read(item.key, ()) is not None:
-                self._learn(item.key, PutResult.EXISTS)
+                self._learn(item.key, b"", PutResult.EXISTS)
                 return
         num_bad = len(self.bad)
         found = [each for entry in item.entries if (each := self._read(entry)) is not None]
@@ -198,16 +190,18 @@ class _Copying:
         if found and item.is_joined:
             whole = self._joined(item.key, found)
         if whole is not None:
-            self._put(item.key, found[0][0].schema.namespace, whole)
+            info = found[0][0]
+            of = b"" if item.is_joined else info.of
+            self._put(item.key, of, info.schema.namespace, whole)
         elif len(self.bad) > num_bad:
             self.num_read += 1
         else:
             self.num_vanished += 1
 
-    def _learn(self, key: ChunkKey, result: PutResult) -> None:
+    def _learn(self, key: ChunkKey, of: bytes, result: PutResult) -> None:
         self.num_read += 1
         self.results[result] += 1
-        self.keys.append(key)
+        self.copied.append((key, of))
 
     def _read(self, entry: Entry) -> tuple[RecordInfo, memoryview] | None:
         """Read and check a record; None if it is gone or wrong."""
@@ -232,7 +226,7 @@ class _Copying:
             self.bad.append((key, str(error)))
             return None
 
-    def _put(self, key: ChunkKey, namespace: bytes, record: memoryview) -> None:
+    def _put(self, key: ChunkKey, of: bytes, namespace: bytes, record: memoryview) -> None:
         if namespace not in self._described:
             self._described.add(namespace)
             text = self._source.catalogue().description(namespace)
@@ -241,9 +235,9 @@ class _Copying:
         result, fault = self._target.in_namespace(namespace).put(key, [record])
         if fault is not None:
             why = "has no room" if result is PutResult.NO_SPACE else "does not take a record"
-            said = f"{self._target.url} {why}: {fault}; {len(self.keys)} records were copied"
+            said = f"{self._target.url} {why}: {fault}; {len(self.copied)} records were copied"
             raise StoreError(fault.kind, said)
-        self._learn(key, result)
+        self._learn(key, of, result)
 
 
 def _checked(key: ChunkKey, record: memoryview, size: int) -> RecordInfo | ReadFault:
