@@ -3,6 +3,7 @@ rows that it holds as a record of its own, a shard, and reads it again."""
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,7 @@ def test_what_ranks_store_is_read_by_ranks_of_the_same_split(
     make_host, places, kind, split, caplog
 ):
     _, world_size, _, num_records = SPLITS[split]
+    caplog.set_level(logging.INFO)
     stores = getattr(places, kind)
     host = store(start(make_host, stores(world_size), split))
     host.close()
@@ -170,6 +172,8 @@ def test_what_ranks_store_is_read_by_ranks_of_the_same_split(
     assert reader.observer["put_stored"] == 0
     said = [each.getMessage() for each in caplog.records if APART in each.getMessage()]
     assert len(said) == 2  # once for each host
+    of_ranks = [line for line in caplog.messages if "stores what it holds of each record" in line]
+    assert len(of_ranks) == 2 * world_size
 
 
 def test_what_was_hashed_before_it_was_known_is_stored_later(make_host, places):
@@ -516,3 +520,13 @@ def test_replicas_that_share_memory_write_one_shard(make_host, places):
     assert all(where(key) is HERE for key in keys_of(host))
     reader = start(make_host, places.directory(4), "replicas", engine_id="reads")
     assert reader.run("reader", PROMPT).num_external_tokens == 40
+
+
+@pytest.mark.parametrize("split", ["heads", "layers"])
+def test_what_was_read_of_shards_is_audited(make_host, places, split):
+    store(start(make_host, places.directory(2), split))
+    reader = start(make_host, places.directory(2), split, audit="first")
+    assert 0 < reader.run("reader", PROMPT).num_external_tokens < 40
+    assert_settles(reader)
+    assert reader.observer["audits"] == 1
+    assert reader.observer["audit_mismatch"] == 0

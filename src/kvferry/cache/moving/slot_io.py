@@ -25,6 +25,7 @@ from kvferry.keys import ShardKeys
 from kvferry.layout.streams import REACHED, Mark
 from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
+from kvferry.record.shards import shard_text
 from kvferry.store.base import UNWRITTEN, PutResult
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, read_record, seal_record, write_sealed
@@ -85,6 +86,17 @@ class SlotIO:
         # With one thread, a write that hangs would keep hits from being read.
         self.pool = IOPool(max(2, context.config.io_threads), "kvferry-io")
         self.hash_pool = IOPool(1, "kvferry-seal")
+
+    def divide(self) -> None:
+        """Read and write shards from now on: ranks are on several machines."""
+        self.are_apart = True
+        own = self._records.rows.own
+        logger.info(
+            "rank %d stores what it holds of each record (layers, heads): %s; ranks that hold the "
+            "same read it",
+            self._records.rows.rank,
+            "nothing" if own is None else shard_text(own.shard) or "all",
+        )
 
     # -- contents -------------------------------------------------------------------------------
 

@@ -224,7 +224,8 @@ class CacheWorker(WorkerRole):
             self._ended.pool = plan.pool
         self._ended.timed = plan.timed
         self._saved = False
-        self.io.are_apart |= plan.are_apart
+        if plan.are_apart and not self.io.are_apart:
+            self.io.divide()
         if plan.namespace not in (None, self._rows.schema.namespace):
             self._records.switch_namespace(plan.namespace)
         self._to_begin.extend(plan.fetches)
