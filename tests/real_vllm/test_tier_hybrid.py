@@ -9,10 +9,8 @@ import pytest
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Process, assert_same
 from tests.real_vllm.host import serves_tiers
-from tests.real_vllm.hybrids import options_of, write_hybrid
+from tests.real_vllm.hybrids import BLOCKS, options_of, write_hybrid
 from tests.real_vllm.test_tier_engine import (
-    CHUNKS,
-    HITS,
     LENGTHS,
     assert_counters_agree,
     offloading,
@@ -21,9 +19,7 @@ from tests.real_vllm.test_tier_engine import (
 
 pytestmark = serves_tiers()
 
-ARCHS = ("granitemoehybrid", "lfm2")
-ROWS = CHUNKS + len(LENGTHS)
-"""The KV of every chunk, and the states after the last one of each prompt."""
+ARCHS = ("granitemoehybrid", "lfm2", "qwen3_next")
 
 
 @pytest.fixture(scope="session")
@@ -32,22 +28,29 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {arch: write_hybrid(root, arch) for arch in ARCHS}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "arch", ["granitemoehybrid", pytest.param("lfm2", marks=pytest.mark.sweep), "qwen3_next"]
+)
 def test_a_hybrid_model_says_the_same_with_rows_of_another_process(
     arch: str, tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
     first: Process, second: Process,
 ) -> None:  # fmt: skip
     model, connector, options = hybrids[arch], offloading(tmp_path), options_of(arch)
+    block = BLOCKS.get(arch, 128)
+    connector["kv_connector_extra_config"]["block_size"] = block
     prompts = [make_prompt(length) for length in LENGTHS]
+    chunks = [length // block for length in LENGTHS]
+    # The KV of every chunk, and the states after the last one of each prompt.
+    rows, hits = sum(chunks) + sum(map(bool, chunks)), sum(chunks) * block
     with second.engine(model, **options) as engine:
         engine.generate(prompts, max_tokens=1)
         own = engine.generate(prompts)
-    assert own.local == HITS
+    assert own.local == hits
     with first.engine(model, connector, **options) as engine:
-        cold = store_all(engine, tmp_path, prompts, make_prompt, ROWS)
+        cold = store_all(engine, tmp_path, prompts, make_prompt, rows)
     with second.engine(model, connector, **options) as engine:
         warm = engine.generate(prompts)
     assert_same(own, cold)
     assert_same(own, warm)
-    assert warm.external == HITS
-    assert_counters_agree(warm, ROWS)
+    assert warm.external == hits
+    assert_counters_agree(warm, rows)
