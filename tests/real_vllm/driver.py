@@ -65,9 +65,10 @@ class Driver:
     def generate(self, requests: list[Json], *, together: bool, deadline: float) -> Json:
         """Run `requests`, one after the other or all at once.
 
-        A request names `token_ids`, `max_tokens`, `logprobs`, and maybe `salt`, `lora`,
-        `abort_after` (steps of the engine after which it is aborted) and `sampling` (more
-        parameters; with `n`, it has as many results, one after the other).
+        A request names `token_ids`, `max_tokens`, `logprobs`, and maybe `salt`, `lora`, `after` and
+        `abort_after` (steps of the engine after which it comes, and is aborted), `preempts_after`
+        (steps after which all requests lose their blocks) and `sampling` (more parameters; with
+        `n`, it has as many results, one after the other).
         """
         before = metrics()
         until = time.monotonic() + deadline
@@ -126,6 +127,8 @@ class Driver:
                 hits += external.hits + external.preempted_hits
             for output in step.outputs:
                 if output.request_id == name:
+                    if output.new_logprobs is None:
+                        raise RuntimeError(f"{name} said nothing: {output}")
                     logprobs = output.new_logprobs.logprobs[:, 0]
                     for token, logprob in zip(output.new_token_ids, logprobs, strict=True):
                         said.append({"token": token, "logprob": float(logprob)})
@@ -177,8 +180,9 @@ class Driver:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             get_kv_transfer_group().unregister_kv_caches()
-            for tensor in worker.model_runner.kv_caches:
-                tensor.fill_(7.0)
+            for tensors in worker.model_runner.kv_caches:
+                for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+                    tensor.fill_(7.0)
             get_kv_transfer_group().restore_kv_caches()
 
         self.llm.sleep(level)
@@ -190,6 +194,10 @@ class Driver:
         """Count the given records that the connector's look-ups would not find now."""
         store = self._scheduler().connector._cache.store
         return {"count": sum(store.where(bytes.fromhex(key)) is not Where.HERE for key in keys)}
+
+    def blocks(self) -> Json:
+        """Count the blocks of the KV memory that no request holds."""
+        return {"free": self._scheduler().kv_cache_manager.block_pool.get_num_free_blocks()}
 
     def metrics(self) -> Json:
         return {"metrics": metrics()}
@@ -217,24 +225,25 @@ class Driver:
 
     def _run(self, requests: list[Json], until: float) -> list[Json]:
         engine = self.llm.llm_engine
-        names = [self._add(request) for request in requests]
-        aborts = {
-            name: request["abort_after"]
-            for name, request in zip(names, requests, strict=True)
-            if request.get("abort_after") is not None
-        }
-        began, outputs, first_token = time.monotonic(), {}, {}
+        names = [self._name() for _ in requests]
+        named = dict(zip(names, requests, strict=True))
+        pending = dict(named)
+        began, outputs = time.monotonic(), {}
+        first_token: dict[str, tuple[float, int]] = {}
         steps = 0
-        while engine.has_unfinished_requests():
+        while pending or engine.has_unfinished_requests():
             if time.monotonic() > until:
                 raise TimeoutError(f"requests unfinished after {steps} steps: {sorted(outputs)}")
-            due = [name for name, after in aborts.items() if after == steps]
+            for name in [name for name in pending if named[name].get("after", 0) <= steps]:
+                self._add(name, pending.pop(name))
+            due = [name for name in named if named[name].get("abort_after") == steps]
             if due:
                 engine.abort_request(due)
-                aborts = {name: after for name, after in aborts.items() if name not in due}
+            if any(each.get("preempts_after") == steps for each in requests) and not self._loads():
+                assert self.llm.reset_prefix_cache(reset_running_requests=True)
             for output in engine.step():
                 outputs[output.request_id] = output
-                first_token.setdefault(output.request_id, time.monotonic() - began)
+                first_token.setdefault(output.request_id, (time.monotonic() - began, steps))
             steps += 1
         return [
             result
@@ -242,7 +251,16 @@ class Driver:
             for result in describe(outputs.get(name), first_token.get(name))
         ]
 
-    def _add(self, request: Json) -> str:
+    def _name(self) -> str:
+        self.num_requests += 1
+        return f"request-{self.num_requests}"
+
+    def _loads(self) -> bool:
+        """Whether an asynchronous load goes on: vLLM cannot take its blocks back."""
+        requests = self._scheduler().requests.values()
+        return any(each.status.name == "WAITING_FOR_REMOTE_KVS" for each in requests)
+
+    def _add(self, name: str, request: Json) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -260,11 +278,8 @@ class Driver:
         if "n" in options:  # the last output then has all sequences
             options["output_kind"] = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**options)
-        self.num_requests += 1
-        name = f"request-{self.num_requests}"
         adapter = None if lora is None else as_adapter(lora)
         self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
-        return name
 
 
 def as_adapter(lora: Json) -> Any:
@@ -343,9 +358,10 @@ def release_closed_engines() -> None:
     cleanup_dist_env_and_memory()  # which collects garbage
 
 
-def describe(output: Any, seconds_to_first: float | None) -> Iterator[Json]:
+def describe(output: Any, first_token: tuple[float, int] | None) -> Iterator[Json]:
     """Yield what a test needs of a request's last output, for each of its sequences. Without an
     output, yield one empty result."""
+    seconds_to_first, steps_to_first = first_token or (None, None)
     if output is None:
         yield {"tokens": [], "logprobs": [], "cached": None, "reason": "none", "seconds": None}
         return
@@ -357,6 +373,7 @@ def describe(output: Any, seconds_to_first: float | None) -> Iterator[Json]:
             "cached": output.num_cached_tokens,
             "reason": answer.finish_reason,
             "seconds": seconds_to_first,
+            "steps": steps_to_first,
             "params": output.kv_transfer_params,
         }
 

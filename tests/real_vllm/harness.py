@@ -82,7 +82,7 @@ class Answer:
         prompt_logprobs: the same per token of the prompt, empty for the first; only if asked for.
         cached: prompt tokens that were not computed, wherever they came from.
         reason: why the request ended: length, abort, error, or none if no output ever came.
-        seconds: seconds until the first token.
+        seconds, steps: seconds and steps of the engine until the first token.
         params: parameters of the connector for the client.
     """
 
@@ -91,6 +91,7 @@ class Answer:
     cached: int | None
     reason: str | None
     seconds: float | None
+    steps: int | None = None
     prompt_logprobs: list[dict[str, float]] = field(default_factory=list)
     params: Any = None
 

@@ -94,7 +94,7 @@ def options_of(arch: str) -> dict[str, Any]:
         "mamba_cache_mode": "align",
         "max_num_batched_tokens": BLOCKS.get(arch, 128),
     }
-    if arch == "qwen3_next":
+    if arch in BLOCKS:
         options["dtype"] = "bfloat16"
     return options
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tests.real_vllm.damage import by_position
 from tests.real_vllm.harness import EngineError, Process, assert_same, kvferry, wait_for_records
 from tests.real_vllm.host import RELEASE
 from tests.real_vllm.hybrids import BLOCKS, MODELS, options_of, write_hybrid
+from tests.real_vllm.test_handovers import ask, prefill
 from tests.real_vllm.test_ranks import TWO_RANKS
 
 pytestmark = pytest.mark.skipif(RELEASE < (0, 32), reason="its host hands off no states")
@@ -103,53 +107,53 @@ def test_states_that_decoding_reached_are_gone_on_from(
     assert_same(expected, warm)
 
 
-@pytest.mark.parametrize("num_blocks", [26, 21])
-def test_hits_while_blocks_are_short_are_right_and_the_engine_lives(
-    num_blocks: int, tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    model, options = hybrids["granitemoehybrid"], options_of("granitemoehybrid")
-    connector = kvferry(tmp_path, chunk_tokens=128, save_generated=True)
-    prompts = [make_prompt(length) for length in (300, 300, 400, 400)]
-    with second.engine(model, **options) as engine:
-        expected = engine.generate(prompts, max_tokens=400)
-    with first.engine(model, connector, **options) as engine:
-        engine.generate(prompts, max_tokens=1)
-        wait_for_records(tmp_path, num_records(map(len, prompts), 128))
-    few = {**options, "num_gpu_blocks_override": num_blocks, "max_model_len": 1024}
-    with second.engine(model, connector, **few) as engine:
-        warm = engine.generate(prompts, max_tokens=400, together=True)
-        assert_same(expected, warm)
-        assert warm.external >= 256 + 256 + 384 + 384
-        again = engine.generate(prompts, max_tokens=400, together=True)
-        assert_same(expected, again)
-        assert again.counted("hook_failed", "load_failed", "contract") == 0
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_damaged_state_is_none(
-    policy: str, tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    model, options = hybrids["granitemoehybrid"], options_of("granitemoehybrid")
-    connector = kvferry(tmp_path, policy, chunk_tokens=128)
-    prompt = make_prompt(777)
-    with first.engine(model, connector, **options) as engine:
-        expected = engine.generate([prompt])
-        files = wait_for_records(tmp_path, num_records([777], 128))
-    states = [path for path in files if is_state(path)]
-    assert len(states) == 6
-    positions = by_position(tmp_path)
-    last, before = sorted(states, key=positions.__getitem__, reverse=True)[:2]
-    content = bytearray(last.read_bytes())
+def flip(part: Path, _other: Path) -> None:
+    content = bytearray(part.read_bytes())
     content[len(content) // 3] ^= 1
-    last.write_bytes(content)
-    before.unlink()
+    part.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], Any]] = {
+    "one bit is other": flip,
+    "cut off": lambda part, _other: os.truncate(part, part.stat().st_size // 2),
+    "zeros": lambda part, _other: part.write_bytes(bytes(part.stat().st_size)),
+    "missing": lambda part, _other: part.unlink(),
+    "the other part's": lambda part, other: shutil.copyfile(other, part),
+}
+
+
+def test_a_state_of_which_a_part_is_damaged_is_none_and_one_of_another_dtype_is_anothers(
+    tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    """Chunks have room for one layer's state, so a state has two parts."""
+    model, options = hybrids["granitemoehybrid"], options_of("granitemoehybrid")
+    store, connector = tmp_path / "store", kvferry(tmp_path / "store", chunk_tokens=32)
+    cases = list(product(DAMAGES, (0, 1)))
+    prompts = [make_prompt(300) for _ in (*cases, "no damage")]
+    states: list[list[Path]] = []
+    seen: set[Path] = set()
+    with first.engine(model, connector, **options) as engine:
+        expected = []
+        for prompt in prompts:
+            expected += engine.generate([prompt])
+            new = wait_for_records(store, len(seen) + 300 // 32 + 2 * 2) - seen
+            seen |= new
+            states.append(sorted(path for path in new if is_state(path)))
+    positions = by_position(store)
+    for (damage, part), paths in zip(cases, states[:-1], strict=True):
+        last = [path for path in paths if positions[path] == 256]
+        assert len(last) == 2
+        DAMAGES[damage](last[part], last[1 - part])
     with second.engine(model, connector, **options) as engine:
-        warm = engine.generate([prompt])
-    assert_same(expected, warm)
-    assert warm.external == 512
-    assert warm.counted("failed") == 0
+        warm = engine.generate(prompts)
+        assert_same(expected, warm)
+        assert [answer.cached for answer in warm] == [128] * len(cases) + [256]
+        assert warm.counted("hook_failed", "failed") == 0
+    with second.engine(model, connector, **options, mamba_ssm_cache_dtype="bfloat16") as engine:
+        other = engine.generate(prompts[-1:])
+        assert other.external == 0
+        assert_same(expected[-1:], other, 0.1)
 
 
 def is_state(path: Path) -> bool:
@@ -204,3 +208,43 @@ def test_two_ranks_and_one_go_on_from_each_others_states(
             warm = engine.generate(prompts)
         assert_same(cold, warm)
         assert warm.external == hits
+
+
+def test_a_day_of_a_hybrid(
+    tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
+    first: Process, second: Process,
+) -> None:  # fmt: skip
+    """Prefilled in one engine, decoded in another; then resets, aborts and sleep."""
+    model, options = hybrids["granitemoehybrid"], options_of("granitemoehybrid")
+    (tmp_path / "weights").write_text("of the start")
+    connector = kvferry(
+        tmp_path / "store", chunk_tokens=128, weights_version_file=str(tmp_path / "weights")
+    )
+    prompts = [make_prompt(length) for length in (300, 400, 777)]
+    hits = 256 + 384 + 768
+    with second.engine(model, **options) as engine:
+        engine.generate(prompts, max_tokens=1)
+        own = engine.generate(prompts)
+    with first.engine(model, {**connector, "kv_role": "kv_producer"}, **options) as engine:
+        given = prefill(engine, prompts)
+        wait_for_records(tmp_path / "store", num_records((300, 400, 777), 128))
+    with second.engine(model, connector, **options) as engine:
+        blocks = second.call("blocks", 30)
+        decoded = engine.generate([ask(*pair) for pair in zip(prompts, given, strict=True)])
+        assert_same(own, decoded, EXACT)
+        assert decoded.external == hits
+        assert decoded.counted("remote_prefills_total") == len(prompts)
+        for event in ("reset", "sleep"):
+            more = {"connector": False} if event == "reset" else {"level": 1}
+            second.call(event, 60, **more)
+            again = engine.generate(prompts)
+            assert_same(own, again, EXACT)
+            assert again.external == hits
+            for one, other in zip(own, again, strict=True):
+                assert one.steps is not None
+                assert other.steps is not None
+                assert other.steps <= one.steps + 1 or event == "sleep", "it is in memory"
+        second.call("reset", 30, connector=False)
+        engine.generate([{"token_ids": prompts[-1], "abort_after": steps} for steps in range(6)])
+        assert second.call("blocks", 30) == blocks
+        assert engine.generate(prompts[:1]).counted("hook_failed", "contract", "failed") == 0
