@@ -355,6 +355,7 @@ def test_a_chunk_counts_once_the_last_rank_has_stored_its_shard(make_host, place
     assert_settles(host)
     assert written(host, slow)
     assert all(where(key) is HERE for key in keys_of(host))
+    assert not any(host.scheduler.context.store.has_whole(key) for key in keys_of(host))
 
 
 @pytest.mark.parametrize("full", [0, 1])
