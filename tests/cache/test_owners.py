@@ -21,7 +21,7 @@ from kvferry.store.base import ABSENT
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
-from kvferry.types import NO_EXTRA_KEYS, ExtraKeys, RequestOptions
+from kvferry.types import RequestOptions
 from tests.cache.keeping import PROMPT, keys_of, wait_for
 from tests.cache.pools import check_pool
 from tests.store.servers.remote_client import DictClient
@@ -46,22 +46,6 @@ def guard(host) -> None:
     )
     for rank in host.ranks:
         rank.driver._faults._strict = False
-
-
-def test_a_request_that_ran_uncached_and_is_aborted_while_it_waits_leaves_no_pin(make_host, stored):
-    host = make_host(store=stored)
-    host.run("warm", PROMPT)
-    host.settle()
-    unread = ExtraKeys(cacheable=False, reason="adapter", why="being read")
-    request = host.add("r", PROMPT, extra_keys=unread)
-    host.admit(request)
-    host.step([])
-    host.preempt(request)
-    request.extra_keys = NO_EXTRA_KEYS  # the adapter has been read by now
-    assert host.scheduler.lookup(request, 0).num_tokens == HIT
-    assert host.pool.num_pins > 0
-    host.finish(request)
-    assert host.pool.num_pins == 0
 
 
 def test_a_promise_ends_with_the_verdict_on_its_record(make_host, stored):
@@ -116,45 +100,6 @@ def test_a_record_that_is_refused_while_it_is_written_goes_also_after_a_reset(ma
     wait_for(lambda: not written())
     wait_for(lambda: not any(name.split("/")[-1] in refused for name in values))
     assert values  # those before stay
-
-
-def test_a_fault_before_a_plan_is_begun_leaves_no_load_to_a_later_one(
-    make_host, stored, monkeypatch
-):
-    host = make_host(store=stored)
-    role = host.scheduler
-    guard(host)
-    request = host.admitted("reader", [*PROMPT, *range(50)])
-    assert role.requests.by_id["reader"].load is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(role._erased, "heed", lambda: 1 / 0)
-        plan = host.scheduler.build_plan(HostStep([request], set(), set()))
-    assert plan.lost_block_ids
-    assert role.requests.by_id["reader"].load is None
-    check_pool(host.pool, role.holds())
-
-
-def test_a_fault_while_a_search_settles_leaves_no_pin_without_an_owner(
-    make_host, stored, monkeypatch
-):
-    host = make_host(store=stored, audit="first")
-    role = host.scheduler
-    guard(host)
-    request = host.add("a", PROMPT)
-    faults = iter([True])
-    learn = role._searches._learn
-
-    def learn_later(*arguments):
-        if next(faults, False):
-            raise ZeroDivisionError
-        return learn(*arguments)
-
-    monkeypatch.setattr(role._searches, "_learn", learn_later)
-    while host.scheduler.lookup(request, 0).num_tokens is None:
-        host.step([])
-    check_pool(host.pool, role.holds())
-    role.request_finished(request, ())
-    assert host.pool.num_pins == 0
 
 
 @pytest.mark.parametrize("how", ["stop", "distrust"])
