@@ -326,7 +326,7 @@ class _Changed(SourceFileLoader):
         return compile(applied(source, self.edits), self.path, "exec")
 
 
-def _infect(bug: Bug) -> None:
+def infect(bug: Bug) -> None:
     """Have the modules of a bug loaded with it. Before they are imported."""
     changed: dict[str, list[Edit]] = {}
     for edit in bug.edits:
@@ -350,7 +350,7 @@ def _infect(bug: Bug) -> None:
 
 def find(bug: Bug, num_seeds: int) -> str:
     """Run seeds with a bug until one fails. Runs in: a process of its own."""
-    _infect(bug)
+    infect(bug)
     from kvferry.testing.world.running import run, worlds
     from kvferry.testing.world.seeds import draw
 

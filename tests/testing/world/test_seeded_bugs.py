@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -24,6 +25,30 @@ def test_every_bug_still_has_its_place():
             by_file.setdefault(edit.file, []).append(edit)
         for file, edits in by_file.items():
             compile(applied((SRC / file).read_text("utf-8"), edits), file, "exec")
+
+
+@pytest.mark.slow
+def test_a_failure_is_replayed_by_its_line_with_the_same_trace():
+    """A server hangs while a consumer waits for its producer, whose engine is killed, and is used
+    no more."""
+    code = (
+        "import sys\n"
+        f"from {__package__}.seeded_bugs import BUGS, infect\n"
+        "(bug,) = [each for each in BUGS if each.name == 'a tier that was away never comes back']\n"
+        "infect(bug)\n"
+        "from kvferry.testing.world.__main__ import main\n"
+        "sys.exit(main(['--scenario', 'producer-dies']))\n"
+    )
+    said = []
+    for number in "12":
+        variables = {**os.environ, "PYTHONHASHSEED": number}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 1, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1]
+    assert "asking again: kill ('p'" in said[0]
+    assert "FAILED: liveness" in said[0]
 
 
 @pytest.mark.slow

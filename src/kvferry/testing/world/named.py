@@ -52,9 +52,8 @@ SCENARIOS: dict[str, Scenario] = {
     # A server hangs while a consumer waits for its producer, whose engine is killed.
     "producer-dies": _scenario(
         (1.0, "handover", "p", "c", _DOCUMENT),
-        (1.01, "fault", "m0", "hang", 20.0, ""),
-        (1.05, "kill", "p", 2.0),
-        (2.0, "send", "c", _DOCUMENT),
+        (1.0, "fault", "m0", "hang", 20.0, ""),
+        (1.0, "upon", "c", "asking again", 10.0, "kill", ("p", 2.0)),
         engines=_pair(),
     ),
     # While a server is away, engines compute; what memory holds, they load all the same.

@@ -45,15 +45,16 @@ def _fault_in_search(rng: random.Random, name: str, _media: Sequence[str]) -> Sc
 
 
 def _fault_before_plan(rng: random.Random, name: str, _media: Sequence[str]) -> Script:
-    """Something unforeseen happens in a step that is to load."""
+    """Something unforeseen happens before a plan is begun; in one of the rounds, the plan loads."""
     ask = _draw_ask(rng)
-    moment = rng.choice(("searching", "asking again", "fetching"))
-    return [
-        (0.0, "send", (name, ask)),
-        (5.0, "upon", (name, moment, 5.0, "break_at", (name, "_erased.heed", rng.randrange(3)))),
-        (5.0, "forget", (name,)),
-        *[(5.0, "send", (name, ask._replace(tail=3)))] * 2,
-    ]
+    script: Script = [(0.0, "send", (name, ask))]
+    for at in range(5, 35, 3):
+        script += [
+            (at, "forget", (name,)),
+            (at, "break_at", (name, "_erased.heed", rng.randrange(12))),
+            (at, "send", (name, ask._replace(tail=3, max_tokens=1))),
+        ]
+    return script
 
 
 def _no_record(rng: random.Random, name: str, media: Sequence[str]) -> Script:
