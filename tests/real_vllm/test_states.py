@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.store.url import open_one
+from kvferry.survey import survey
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.damage import by_position
 from tests.real_vllm.harness import EngineError, Process, assert_same, kvferry, wait_for_records
@@ -61,6 +63,11 @@ def test_a_hybrid_model_goes_on_from_the_states_of_another_process_as_from_its_o
     assert [answer.cached for answer in warm] == hits
     assert warm.external == sum(hits)
     assert warm.counted("hook_failed", "failed", "contract") == 0
+    with open_one(tmp_path.as_uri()) as store:
+        [held] = survey(store, store.catalogue().described())
+    assert held.namespace is not None
+    # Kernels of other platforms keep states in other orders.
+    assert held.namespace.description["config"]["states_of"] == "vllm on cpu"
 
 
 def test_prompts_that_begin_alike_hit_from_the_third_process_on(
