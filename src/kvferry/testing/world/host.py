@@ -525,7 +525,8 @@ class Host:
             silent = {each.block for each in tokens if not self._is_glitch(request, each)}
             if not silent:
                 request.is_spoilt = True
-                self.pool.uncache(self._written(step, request))
+                loaded = {each.block for each in tokens}
+                self.pool.uncache(self._written(step, request) | loaded)
             elif silent := silent - self._bad:
                 raise Wrong(
                     "wrong KV",
