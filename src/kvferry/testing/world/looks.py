@@ -83,9 +83,11 @@ def _ask_again(world: World, engine: Engine) -> None:
 
 
 def _check_sizes(world: World, engine: Engine, requests: Sequence[HostRequest]) -> None:
-    """What an engine writes that never reads takes the place of what is no record at all."""
+    """What an engine writes that never reads takes the place of what is no record at all, in its
+    nearest store: the others get what that one did not have."""
     keys = {key for each in requests for key in each.chunk_keys}
-    for medium in _media_of(world, engine):
+    is_nearest = engine.shape.tiers[0].startswith("sim://")
+    for medium in _media_of(world, engine)[:1] if is_nearest else ():
         for name, value in medium.values.items():
             is_record = name.endswith(".json") or len(value) > LEAST_BYTES
             if not is_record and key_in(name) in keys:

@@ -70,8 +70,16 @@ def draw(seed: int) -> Scenario:
         engines, actions = (first, *engines[1:]), (*actions, *script)
         if rng.random() < 0.5 and not has_peers:  # nothing else hides what it does
             engines, actions = (first,), tuple(script)
+    if any(url.startswith(DIRECTORY) for each in engines for url in each.tiers):
+        actions = (*actions, *_losses(rng, actions[-1].at))
     in_order = tuple(sorted(actions, key=lambda action: action.at))
     return Scenario(seed=seed, engines=engines, media=media, actions=in_order)
+
+
+def _losses(rng: random.Random, last: float) -> list[Action]:
+    """What happens to the files of a directory."""
+    at = [round(last * rng.random(), 3) for _ in range(rng.choice((0, 1, 2, 3)))]
+    return [Action(each, "lose_files", (rng.choice(("records", "index", "all")),)) for each in at]
 
 
 def _of_model(shape: EngineShape, chunk_tokens: int, num_groups: int) -> EngineShape:

@@ -156,6 +156,14 @@ class World:
         assert what in OFFENCES
         self.media.by_name[medium].suffer(what)
 
+    def lose_files(self, what: str) -> None:
+        """People remove files of the directory: some of its records, its index, or all."""
+        place = Path(self.directory) / "d"
+        pattern = {"records": "records/*/*", "index": "index.sqlite3*", "all": "**/*"}[what]
+        for path in sorted(path for path in place.glob(pattern) if path.is_file()):
+            if what != "records" or self._random.random() < 0.5:
+                path.unlink(missing_ok=True)
+
     def kill(self, engine: str, seconds: float) -> None:
         """An engine dies, and starts again after a while."""
         running = self._running(engine)
