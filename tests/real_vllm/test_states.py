@@ -20,6 +20,7 @@ from tests.real_vllm.host import RELEASE
 from tests.real_vllm.hybrids import BLOCKS, MODELS, options_of, write_hybrid
 from tests.real_vllm.test_handovers import ask, prefill
 from tests.real_vllm.test_ranks import TWO_RANKS
+from tests.real_vllm.test_sessions import assert_says
 
 pytestmark = pytest.mark.skipif(RELEASE < (0, 32), reason="its host hands off no states")
 
@@ -217,21 +218,28 @@ def test_two_ranks_and_one_go_on_from_each_others_states(
         assert warm.external == hits
 
 
+def converse(process: Process, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    return process.call("converse", 70, pieces=pieces, preempted=True, deadline=60)
+
+
 def test_a_day_of_a_hybrid(
     tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
     first: Process, second: Process,
 ) -> None:  # fmt: skip
-    """Prefilled in one engine, decoded in another; then resets, aborts and sleep."""
+    """Prefilled in one engine, decoded in another; then resets, sleep, aborts, and
+    sessions that lose their blocks."""
     model, options = hybrids["granitemoehybrid"], options_of("granitemoehybrid")
     (tmp_path / "weights").write_text("of the start")
     connector = kvferry(
         tmp_path / "store", chunk_tokens=128, weights_version_file=str(tmp_path / "weights")
     )
     prompts = [make_prompt(length) for length in (300, 400, 777)]
+    pieces = [{"token_ids": make_prompt(150), "max_tokens": 6} for _ in range(3)]
     hits = 256 + 384 + 768
     with second.engine(model, **options) as engine:
         engine.generate(prompts, max_tokens=1)
         own = engine.generate(prompts)
+        said = converse(second, pieces)
     with first.engine(model, {**connector, "kv_role": "kv_producer"}, **options) as engine:
         given = prefill(engine, prompts)
         wait_for_records(tmp_path / "store", num_records((300, 400, 777), 128))
@@ -253,5 +261,10 @@ def test_a_day_of_a_hybrid(
                 assert other.steps <= one.steps + 1 or event == "sleep", "it is in memory"
         second.call("reset", 30, connector=False)
         engine.generate([{"token_ids": prompts[-1], "abort_after": steps} for steps in range(6)])
+        assert second.call("blocks", 30) == blocks
+        for _ in range(2):
+            got = converse(second, pieces)
+            assert_says(said, got)
+        assert got["hits"] >= 128
         assert second.call("blocks", 30) == blocks
         assert engine.generate(prompts[:1]).counted("hook_failed", "contract", "failed") == 0
