@@ -256,9 +256,12 @@ class Driver:
         return f"request-{self.num_requests}"
 
     def _loads(self) -> bool:
-        """Whether an asynchronous load goes on: vLLM cannot take its blocks back."""
+        """Whether an asynchronous load goes on, maybe of an aborted request: vLLM cannot take its
+        blocks back."""
         requests = self._scheduler().requests.values()
-        return any(each.status.name == "WAITING_FOR_REMOTE_KVS" for each in requests)
+        return any(
+            each.is_finished() or each.status.name == "WAITING_FOR_REMOTE_KVS" for each in requests
+        )
 
     def _add(self, name: str, request: Json) -> None:
         from vllm import SamplingParams
