@@ -264,8 +264,9 @@ def test_what_another_rank_loads_from_is_not_saved_over(make_host, tmp_path, mon
     wait_until(is_stored, "the chunks are offered again, and stored")
 
 
+@pytest.mark.parametrize("told_by", ["report", "handshake"])
 def test_an_engine_that_shares_memory_with_another_serves_without_the_cache(
-    make_host, caplog, tmp_path
+    make_host, caplog, tmp_path, told_by
 ):
     url, model = f"file://{tmp_path}/store", groups(1)
     store_prompt(make_host, url, world_size=1, model=model)
@@ -275,6 +276,9 @@ def test_an_engine_that_shares_memory_with_another_serves_without_the_cache(
     ]
     worker, stranger = hosts[0].ranks[1].worker, hosts[1].ranks[0].worker
     worker._region = replace(worker._region, name=stranger._region.name)
+    if told_by == "handshake":
+        hosts[0].scheduler.learn_regions([rank.worker.region for rank in hosts[0].ranks])
+        assert hosts[0].run("first", PROMPT).num_external_tokens == 0
     for number in range(3):
         hosts[0].run(f"r{number}", [*PROMPT, number])
         hosts[0].settle()

@@ -465,8 +465,9 @@ class CacheScheduler(SchedulerRole):
         """Learn where the slots of ranks are before they report: for hosts that bring it at their
         start, so that the first look-up knows whether ranks are apart."""
         for region in regions:
-            if region.namespace:
-                self._learn_region(region)
+            why = self._learn_region(region) if region.namespace else ""
+            if why:
+                self._stop(why)
 
     def _learn_region(self, region: SlotRegion) -> str:
         why = self.pool.loans.learn(region)
