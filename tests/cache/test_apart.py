@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,11 @@ SPLITS = {
     "a stage without a group": (MIXED, 2, [[(0, 2), (0, 1)], [(2, 2), (1, 3)]], 2),
     "a stage without layers": (groups(), 2, [[(0, 3)], [(3, 3)]], 1),
     "a first stage without layers": (groups(), 2, [[(0, 0)], [(0, 3)]], 1),
+    "a first of three stages without layers": (groups(), 3, [[(0, 0)], [(0, 2)], [(2, 3)]], 2),
 }
 WHOLE = {"one head", "a stage without layers", "a first stage without layers"}
 """Splits in which a rank holds all, so that the records are whole."""
+FIRST_IS_EMPTY = {"a first stage without layers", "a first of three stages without layers"}
 
 
 class Machines:
@@ -165,7 +168,7 @@ def test_what_ranks_store_is_read_by_ranks_of_the_same_split(
         assert all(bool(info.of) != (split in WHOLE) for info in shards)
     reader = start(make_host, stores(world_size), split)
     # The host checks every byte of every rank.
-    is_elsewhere = kind in ("directories", "tiers") and split == "a first stage without layers"
+    is_elsewhere = kind in ("directories", "tiers") and split in FIRST_IS_EMPTY
     if is_elsewhere:  # the scheduler role's own directory has nothing
         return
     assert reader.run("reader", PROMPT).num_external_tokens == 40
@@ -196,6 +199,46 @@ def test_what_was_hashed_before_it_was_known_is_stored_later(make_host, places):
     assert host.observer["save_failed"] == 0
     reader = start(make_host, places.directory(2))
     assert reader.run("reader", PROMPT).num_external_tokens == 40
+
+
+@pytest.mark.parametrize(
+    ("split", "order"),
+    [
+        ("heads", (0, 1)),
+        ("heads", (1, 0)),
+        ("a first stage without layers", (0, 1)),
+        ("a first stage without layers", (1, 0)),
+        *(("a first of three stages without layers", order) for order in permutations(range(3))),
+    ],
+)
+def test_ranks_tell_in_any_order_where_their_memory_is(make_host, places, split, order):
+    """Look-ups come in between. Chunks are found by the shard of the first rank with rows."""
+    model, world_size, stages, _ = SPLITS[split]
+    store(start(make_host, places.directory(world_size), split)).close()
+    stores = places.directory(world_size)
+    host = make_host(
+        store="file:///unused",
+        rank_stores=stores,
+        groups=model,
+        world_size=world_size,
+        stages=stages,
+    )
+    for each in stores:
+        assert each.wait_indexed(60)
+    sharded = host.scheduler.context.store
+    request = host.add("waits", PROMPT)
+    for rank in order:
+        assert not sharded.is_divided
+        host.scheduler.learn_regions([host.ranks[rank].worker.region])
+        host.scheduler.lookup(request, 0)
+    assert sharded.is_divided
+    touched = []
+    sharded.inner.touch = touched.extend
+    sharded.touch(keys_of(host))
+    whole = keys_of(host) if split in WHOLE else None
+    assert touched == (whole or shard_keys(host, 1 if split in FIRST_IS_EMPTY else 0))
+    assert host.admit(request) == 40
+    host.prefill(request)
 
 
 @pytest.mark.parametrize("kind", ["directory", "server"])
@@ -464,7 +507,7 @@ def test_a_rank_that_describes_the_model_in_another_way_says_so_and_all_go_on(
 
 def test_recurrent_states_are_refused_by_name(make_host, places, caplog):
     host = start(make_host, places.directory(2))
-    cache, region = host.parts[0], host.ranks[1].worker.region
+    cache, regions = host.parts[0], [rank.worker.region for rank in host.ranks]
     caplog.clear()
     ranks = RankSlots(
         partial(records_of, cache.spec.groups, cache.schema, ()),
@@ -473,7 +516,7 @@ def test_recurrent_states_are_refused_by_name(make_host, places, caplog):
         cache.spec.shard,
         cache.identity,
     )
-    assert ranks.learn(region) == ranks.learn(region) == ""
+    assert [ranks.learn(region) for region in regions * 2] == [""] * 4
     assert not ranks.are_apart
     (said,) = caplog.messages
     assert "has recurrent states, which ranks on several machines cannot store" in said

@@ -2,7 +2,8 @@
 
 A slot is memory for one rank's part of a record. Each rank makes its slots and reports where they
 are. `Loans` lends the joined records to peers, and `SharedWrites` writes them to the store. If the
-slots of one rank cannot be opened, ranks are apart, for good: each writes shards of its own.
+slots of one rank cannot be opened, ranks are apart, for good: each writes shards of its own. That
+is decided once all ranks have reported, as chunks are found by the first shard of any rank.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class RankSlots:
         self._regions: dict[int, SlotRegion] = {}
         self._shards: dict[int, ShardKeys] = {}
         self._note_shard(shard)
+        self._unopened: dict[int, TransferError] = {}
         self.are_apart = self._is_told = False
         # By record: -1 is a chunk's, as everywhere.
         self._parts: tuple[tuple[_Part, ...], ...] | None = None
@@ -88,7 +90,8 @@ class RankSlots:
 
     @property
     def shards(self) -> list[ShardKeys]:
-        """The keys of the shards of all ranks that are known, by rank. Any thread."""
+        """The keys of the shards of all ranks that are known, by rank; of all ranks that hold any
+        rows once they are apart. Any thread."""
         shards = self._shards  # replaced, never changed
         return [shards[rank] for rank in sorted(shards)]
 
@@ -115,6 +118,8 @@ class RankSlots:
             )
         self._open(region)
         self._regions[region.shard.rank] = region
+        if self._unopened and len(self._regions) == self._world_size:
+            self._be_apart(*next(iter(self._unopened.items())))
         for rank, each in self._regions.items():
             first = self._regions.get(rank - rank % each.shard.num_replicas)
             if each.loads_only and first is not None and first.name != each.name:
@@ -141,8 +146,9 @@ class RankSlots:
             self._parts = None
             self._slots = {other: each for other, each in self._slots.items() if other != rank}
             if self._world_size > 1:  # a single rank stores its records itself
-                self._be_apart(rank, error)
+                self._unopened[rank] = error
             return
+        self._unopened.pop(rank, None)
         self._slots[rank] = _Slots(records, memory, slot_bytes)
         if len(self._slots) == self._world_size:
             numbers = (*range(len(self._schemas) - 1), -1)
