@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli import stores
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
 from kvferry.record.schema import RecordSchema
 from kvferry.store.catalogue import Indexed
@@ -23,7 +24,7 @@ from kvferry.types import ChunkKey, ExtraKeys, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS as CHUNK
 from tests.cli.conftest import TOKENS
 from tests.record.samples import encode, payload_of
-from tests.record.test_join import cut
+from tests.record.test_join import CLAIMS, claim, cut
 
 GROUPS = (
     KVGroup(num_layers=4, num_kv_heads=2, content_size=8, dtype="float32", block_size=16),
@@ -43,12 +44,15 @@ class Made:
         records: whole records by key.
     """
 
-    def __init__(self, tokens: Iterable[int] = TOKENS, salt: str | None = None) -> None:
-        keys = ChunkKeys(SPACE.digest, CHUNK, ExtraKeys(cache_salt=salt))
+    def __init__(
+        self, tokens: Iterable[int] = TOKENS, salt: str | None = None, space: Namespace = SPACE
+    ) -> None:
+        keys = ChunkKeys(space.digest, CHUNK, ExtraKeys(cache_salt=salt))
         keys.extend(tokens)
+        self._schema = SCHEMA.with_namespace(space.digest)
         self.records = {
             key: encode(
-                SCHEMA,
+                self._schema,
                 bytes(byte % 64 for byte in payload_of(SCHEMA, seed=number)),  # all are finite
                 key=key,
                 first_token=number * CHUNK,
@@ -64,14 +68,16 @@ class Made:
         made = {}
         for key, record in self.records.items():
             for ranges in splits:
-                info, data = cut(SCHEMA, record, ranges, of=key)
+                info, data = cut(self._schema, record, ranges, of=key)
                 made[info.key] = data
         return made
 
 
-def put_all(url: str, values: dict[ChunkKey, memoryview]) -> list[ChunkKey]:
-    with open_one(url, Opening(namespace=SPACE.digest)) as store:
-        store.describe(SPACE.digest, SPACE.as_text())
+def put_all(
+    url: str, values: dict[ChunkKey, memoryview], space: Namespace = SPACE
+) -> list[ChunkKey]:
+    with open_one(url, Opening(namespace=space.digest)) as store:
+        store.describe(space.digest, space.as_text())
         for key, value in values.items():
             store.put(key, [value])
     return list(values)
@@ -209,6 +215,16 @@ def test_only_whole_and_sound_sets_make_records(joined, run, url, other):
     assert stored(other) == made.records
 
 
+@pytest.mark.parametrize("claimed", CLAIMS)
+def test_a_shard_that_claims_what_cannot_be_costs_its_record_alone(claimed, joined, url, other):
+    made, hostile = Made(), ChunkKey(bytes(32))
+    info, data = claim(*CLAIMS[claimed], SPACE.digest, of=hostile)
+    put_all(url, {info.key: data} | made.shards(*RANKS))
+    value = joined(url, other, code=1)
+    assert [each["key"] for each in value["bad"]] == [hostile.hex()]
+    assert stored(other) == made.records
+
+
 @pytest.mark.parametrize("lie", ["name", "record"])
 def test_a_shard_whose_key_does_not_follow_from_its_record_is_wrong(lie, joined, run, url, other):
     """All its checksums hold; but it lies under the name of another, or says another record."""
@@ -253,6 +269,53 @@ def test_what_is_erased_of_a_prompt_are_its_shards_too(run, url, tokens_file, wi
     ran = run("rm", url, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file, "--yes")
     assert ran.code == 0, ran.err
     assert set(stored(url)) == set(left)
+
+
+GROUP = SPACE.description["groups"][0]
+LATER = {
+    "a field": [GROUP | {"later": 1}],
+    "a field that this release adds itself": [GROUP | {"block_size": 16}],
+    "a dtype": [GROUP | {"dtype": "float4"}],
+    "a value of another type": [GROUP | {"num_layers": "4"}],
+    "a value that cannot be": [GROUP | {"row_tokens": 0}],
+    "a field less": [{}],
+    "no object": ["kv"],
+    "no list": {"kv": GROUP},
+    "a number": 7,
+}
+
+
+@pytest.mark.parametrize("groups", LATER)
+def test_groups_of_a_later_release_hide_no_shard_of_a_prompt(groups, run, url, other, tokens_file):
+    space = Namespace.described({**SPACE.description, "groups": LATER[groups]}, "m")
+    made, rest = Made(space=space), Made(tokens=range(1000, 1050), space=space)
+    prompt = made.records | made.shards(*RANKS, *STAGES)
+    put_all(url, prompt, space)
+    left = put_all(url, rest.shards(*RANKS), space)
+    chosen = ["--namespace", space.digest.hex(), "--tokens", tokens_file]
+    pin = ["pin", f"{url}?max_bytes=1GiB", "--until", "1h"]
+    for command in (["copy", url, other], pin, ["rm", url, "--yes"]):
+        ran = run(*command, *chosen, "--json", "-")
+        assert ran.code == 0, ran.err
+        assert command[0] == "rm" or json.loads(ran.out)["records"] == len(prompt)
+    assert stored(other) == prompt
+    assert set(stored(url)) == set(left)
+
+
+@pytest.mark.parametrize(("form", "is_listed"), [("groups", True), ("cache", False)])
+def test_a_store_is_listed_for_a_prompt_only_where_shards_may_be(
+    form, is_listed, run, url, other, tokens_file, monkeypatch
+):
+    """Listing a bucket takes minutes."""
+    described = dict(SPACE.description)
+    groups = described.pop("groups")
+    space = Namespace.described({**described, form: groups}, "m")
+    put_all(url, Made(space=space).records, space)
+    listed, entries = [], stores.entries
+    monkeypatch.setattr(stores, "entries", lambda *a: (listed.append(a), entries(*a))[1])
+    ran = run("copy", url, other, "--namespace", space.digest.hex(), "--tokens", tokens_file)
+    assert ran.code == 0, ran.err
+    assert bool(listed) == is_listed
 
 
 def test_a_shard_says_whose_rows_it_has(run, url):

@@ -8,8 +8,18 @@ from kvferry.errors import LayoutError
 from kvferry.keys import ShardKeys
 from kvferry.record.check import parse_head
 from kvferry.record.join import joined
-from kvferry.record.schema import RowRange
-from tests.record.samples import GOLDEN, MARK, WHOLE_KEY, encode, payload_of, schema_of, shard_of
+from kvferry.record.schema import Component, RecordSchema, RowRange
+from kvferry.types import ShardRows
+from tests.record.samples import (
+    GOLDEN,
+    MARK,
+    NAMESPACE,
+    WHOLE_KEY,
+    encode,
+    payload_of,
+    schema_of,
+    shard_of,
+)
 
 WHOLE = schema_of(*GOLDEN["groups"][:2])
 """Layers and heads of its groups: 3 and 2, 2 and 1, 1 and 5."""
@@ -137,3 +147,26 @@ def test_a_header_that_claims_rows_without_end_allocates_nothing():
     data = memoryview(encode(shard, payload_of(shard)))
     with pytest.raises(LayoutError, match="1048575 of 1048576 rows"):
         joined([(parse_head(data, len(data)), data)])
+
+
+def claim(num_layers, num_heads, namespace=NAMESPACE, *, of=WHOLE_KEY, name="kv.0"):
+    """Return a sound shard of one row of a record of these layers and heads."""
+    rows = (ShardRows((0, 1), num_layers, (0, 1), num_heads),)
+    part = Component(name=name, dtype="F32", shape=(1, 1, 5, 8))
+    schema = RecordSchema(namespace=namespace, chunk_tokens=5, components=(part,), shard=rows)
+    data = encode(schema, payload_of(schema), key=ShardKeys(rows).of(of), of=of)
+    return parse_head(memoryview(data), len(data)), memoryview(data)
+
+
+CLAIMS = {
+    "more bytes than a component": (999_999_999, 999_999_999),
+    "more leaves than a record": (999_999_999, 1),
+    "more leaves, by heads": (1, 99_999_999),
+    "no more than a record": (1 << 20, 1),
+}
+
+
+@pytest.mark.parametrize("claimed", CLAIMS)
+def test_a_sound_shard_may_claim_a_record_that_cannot_be(claimed):
+    with pytest.raises(LayoutError, match=r"make no record|are in no shard"):
+        joined([claim(*CLAIMS[claimed])])

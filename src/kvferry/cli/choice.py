@@ -261,10 +261,12 @@ def _shards_of(
 ) -> Iterator[Entry]:
     """Yield the shards of some records, whose keys do not follow from these: of all that a store
     lists and that is smaller than a whole record, the headers are read. None where nothing is
-    listed."""
+    listed, or no namespace can have shards: then nothing is listed here."""
     whole = {
         space.digest: _record_bytes(space) for space in _spaces(store, choice).values() if space
     }
+    if not any(whole.values()):
+        return
     try:
         for entry in stores.entries(store, store.catalogue().scan()):
             if entry.stored_bytes >= whole.get(entry.namespace, 0):
@@ -277,14 +279,18 @@ def _shards_of(
             raise
 
 
-def _record_bytes(space: Namespace) -> int:
-    """Size of a chunk's record in a namespace of KV groups; 0 in another, which has no shards."""
-    described = space.description.get("groups")
+def _record_bytes(space: Namespace) -> float:
+    """Size of a chunk's record in a namespace of KV groups; 0 in another, which has no shards.
+    Infinite if this release does not know groups of that description."""
+    described: Any = space.description.get("groups")
     size = chunk_tokens_of(space)
-    if not isinstance(described, list) or size is None:
+    if described is None or size is None:
         return 0
-    groups = tuple(KVGroup(**group, block_size=1) for group in described)
-    schema = RecordSchema.for_groups(namespace=space.digest, chunk_tokens=size, groups=groups)
+    try:
+        groups = tuple(KVGroup(**group, block_size=1) for group in described)
+        schema = RecordSchema.for_groups(namespace=space.digest, chunk_tokens=size, groups=groups)
+    except (TypeError, ValueError, ArithmeticError):  # a later release wrote it, or an enemy
+        return math.inf
     return schema.record_bytes
 
 

@@ -23,7 +23,10 @@ def joined(shards: Sequence[tuple[RecordInfo, memoryview]]) -> memoryview:
         LayoutError: they are of different records, or lack rows.
     """
     infos = [info for info, _ in shards]
-    whole = _whole_schema(infos)
+    try:
+        whole = _whole_schema(infos)
+    except ConfigError as error:
+        raise LayoutError(f"its shards make no record: {error}") from error
     _require_all_rows(whole, infos)
     image = memoryview(bytearray(whole.record_bytes))
     table = _table(whole, image)
@@ -47,7 +50,7 @@ def _table(schema: RecordSchema, record: memoryview) -> memoryview:
 
 def _whole_schema(shards: Sequence[RecordInfo]) -> RecordSchema:
     """Return the schema of the record that these are shards of. Raises LayoutError if they are not
-    of one record, or none has rows of some component."""
+    of one record, or none has rows of some component, ConfigError if no record has that schema."""
     first = shards[0]
     components: dict[int, Component] = {}
     for shard in shards:
@@ -62,14 +65,11 @@ def _whole_schema(shards: Sequence[RecordInfo]) -> RecordSchema:
     for number in range(len(first.schema.shard)):
         if number not in components:
             raise LayoutError(f"no shard has a row of component {number}")
-    try:
-        return RecordSchema(
-            namespace=first.schema.namespace,
-            chunk_tokens=first.schema.chunk_tokens,
-            components=tuple(components[number] for number in sorted(components)),
-        )
-    except ConfigError as error:
-        raise LayoutError(f"its shards make no record: {error}") from error
+    return RecordSchema(
+        namespace=first.schema.namespace,
+        chunk_tokens=first.schema.chunk_tokens,
+        components=tuple(components[number] for number in sorted(components)),
+    )
 
 
 def _frame(shard: RecordInfo) -> tuple[object, ...]:
