@@ -420,23 +420,107 @@ def test_a_chunk_that_one_rank_cannot_store_is_not_stored(make_host, places, ful
 
 
 def test_a_slot_has_no_other_chunk_while_a_rank_writes_from_it(make_host, places):
-    """A rank whose copy failed ends early; what another one hashed is still being written."""
-    gate = Gate()
-    host = start(make_host, [Slow(each, gate) for each in places.directory(2)])
-    second = host.ranks[1].worker
-    second._save = second._put_off
+    """One rank has stored its shard, and another still writes."""
+    gate, (first, second) = Gate(), places.directory(2)
+    host = start(make_host, [Slow(first, gate), second])
     request = host.admitted("writer", PROMPT)
     host.step([request], tokens=8)
+    wait_for(lambda: (host.step([]), len(places.shards()) == 1)[1])
     assert gate.wait_for_arrival()
-    (save,) = host.ranks[0].worker.io._saves.values()
-    wait_for(lambda: (host.step([]), save.hash is None)[1])
     host.step([])
-    assert not host.pool.is_writing
     assert host.pool.num_taken == 1
     gate.release()
     wait_for(lambda: (host.step([]), not host.pool.num_taken)[1])
-    where = host.scheduler.context.store.where
-    assert not any(where(key) is HERE for key in keys_of(host))
+    assert host.scheduler.context.store.where(keys_of(host)[0]) is HERE
+
+
+def spoil(host, rank: int) -> None:
+    """Have a rank compute wrong KV from now on, as from blocks that were never filled."""
+    real = host.ranks[rank].compute
+
+    def compute(request, seeds, start, stop):
+        real(request, [seed + 1 for seed in seeds], start, stop)
+
+    host.ranks[rank].compute = compute
+
+
+def not_copied(host) -> None:
+    """A rank puts a step's saves off, as its load has failed."""
+    worker = host.ranks[1].worker
+    worker._save = worker._put_off
+
+
+def not_hashed(host) -> None:
+    """What a rank hashes is not finite."""
+    real = host.ranks[1].compute
+
+    def compute(request, seeds, start, stop):
+        real(request, seeds, start, stop)
+        for cache in host.ranks[1].caches.values():
+            cache[list(request.block_ids[0])] = float("nan")
+
+    host.ranks[1].compute = compute
+
+
+@pytest.mark.parametrize("fails", [not_copied, not_hashed])
+def test_no_rank_writes_what_another_one_cannot(make_host, places, fails):
+    """What the others computed in that step may be wrong as well, and looks sound."""
+    host = start(make_host, places.directory(2))
+    spoil(host, 0)
+    fails(host)
+    request = host.admitted("writer", PROMPT)
+    host.step([request], tokens=41)
+    assert_settles(host)
+    assert not places.shards()
+    host.finish(request)
+    host.close()
+    again = store(start(make_host, places.directory(2)))
+    again.forget_memory()
+    assert again.run("reader", PROMPT).num_external_tokens == 40
+
+
+def test_a_wrong_record_is_taken_out_of_the_store_of_each_rank(make_host, places):
+    """Of directories of their own. Else the shard of one rank stays, and counts again."""
+    prompt = PROMPT[:9]
+    host = start(make_host, places.directories(2))
+    for rank in range(2):
+        spoil(host, rank)
+    request = host.admitted("writer", prompt)
+    host.step([request], tokens=9)
+    host.finish(request)
+    assert_settles(host)
+    assert len(places.shards()) == 2
+    host.close()
+    auditor = start(make_host, places.directories(2), audit=1.0)
+    auditor.run("auditor", prompt)
+    wait_for(lambda: (auditor.step([]), not places.shards())[1])
+    assert auditor.observer["audit_mismatch"] == 1
+    auditor.close()
+    writer = start(make_host, places.directories(2))
+    writer.run("writer", prompt)
+    assert_settles(writer)
+    writer.close()
+    reader = start(make_host, places.directories(2))
+    assert reader.run("reader", prompt).num_external_tokens == 8
+
+
+def test_a_chunk_that_lacks_a_shard_is_stored_again_whenever_it_is_computed(make_host, places):
+    """Also after the time in which it is not read again."""
+    host = store(start(make_host, places.directories(2)))
+    for name in shard_keys(host, 1):
+        assert delete(host, 1, name)
+    host.close()
+    clock = FakeClock()
+    reader = start(make_host, places.directories(2), clock=clock, load_timeout_seconds=60.0)
+    request = reader.admitted("reader", PROMPT)
+    reader.step([request], tokens=1)
+    clock.advance(10.0)
+    reader.prefill(request)
+    reader.finish(request)
+    assert_settles(reader)
+    assert reader.observer["put_stored"] == 5
+    reader.forget_memory()
+    assert reader.run("again", PROMPT).num_external_tokens == 40
 
 
 def test_an_erased_chunk_takes_its_shards_along(make_host, places):

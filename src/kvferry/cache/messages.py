@@ -106,6 +106,11 @@ class CachePlan(Plan, frozen=True, kw_only=True, tag=True):
     are_apart: bool = False
     """Whether ranks are on several machines. Then each writes the rows that it holds as a record of
     its own, a shard, and reads its shard of what is not stored whole. Never unset."""
+    writes: tuple[SlotChunk, ...] = ()
+    """Chunks of earlier saves whose shards the ranks write now: every rank has hashed its rows. One
+    that could not, as its load had failed, would leave the others' shards with wrong KV."""
+    discards: tuple[tuple[bytes, str, bytes], ...] = ()
+    """Chunks whose shards each rank takes out of its store: key, why, and namespace."""
 
     def filled_blocks(self) -> frozenset[int]:
         sync = [load for load in self.loads if not load.is_async]
@@ -144,8 +149,7 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):
     """A rank hashed its rows of a saved chunk, or failed to. A rank that holds all of the record
-    also wrote the head into the slot, unless it failed. A rank that writes a shard is done with the
-    slot."""
+    also wrote the head into the slot, unless it failed."""
 
     slot: int
     leaf_digests: bytes | None = b""

@@ -97,6 +97,10 @@ class Audits:
     Args:
         pool: assigns the slots.
         withdraw: ends the searches that were promised one of these chunks.
+
+    Attributes:
+        are_apart: whether ranks are on several machines.
+        discards: what they then take out of their stores: see `CachePlan.discards`.
     """
 
     def __init__(
@@ -119,6 +123,8 @@ class Audits:
         self._has_told = False  # of a doubtful difference
         self._running: dict[int, Audit] = {}  # by the slot of the copy
         self._unchecked: list[Load] = []
+        self.are_apart = False
+        self.discards: list[tuple[bytes, str, bytes]] = []
         self._thread = IOPool(1, "kvferry-discard")
 
     # -- hits -----------------------------------------------------------------------------------
@@ -195,6 +201,11 @@ class Audits:
         self._unchecked.clear()
         return unchecked
 
+    def take_discards(self) -> tuple[tuple[bytes, str, bytes], ...]:
+        """Take what the next plan has ranks discard."""
+        discards, self.discards = tuple(self.discards), []
+        return discards
+
     def holds(self) -> Iterator[Hold]:
         """The pins of comparisons that ranks make."""
         return (audit.hold for audit in self._running.values())
@@ -252,6 +263,8 @@ class Audits:
             slot = self._pool.find(key)
             if slot is not None:
                 self._pool.give_up(slot)
+        if self.are_apart:
+            self.discards += [(key, why, namespace) for key in keys]
         store = self._context.store.in_namespace(namespace)
 
         def discard(_job: Job[None]) -> None:

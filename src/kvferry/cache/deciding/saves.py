@@ -276,8 +276,7 @@ class Saves:
     def _expect_write(self, slot: Slot) -> None:
         if not self._is_alone:
             self.shared_writes.begin(slot, self._requests.namespace)
-        if self.are_apart and self._shards is not None:
-            self._shards.expect(slot.key)
+        self.lacks(slot.key)
 
     def has(self, key: ChunkKey, request: Request) -> bool:
         """Whether a chunk is held, on its way, or stored. If another engine continues the request,
@@ -364,7 +363,7 @@ class Saves:
                 self._refuse(slot)
         elif self._is_alone:
             self._pool.seal(slot)
-        elif not self.are_apart:
+        else:
             self.shared_writes.report(rank, slot, sealed.leaf_digests)
 
     def _refuse(self, slot: Slot) -> None:
@@ -407,6 +406,11 @@ class Saves:
         self.pins.stored(slot.key)
         if result == PutResult.STORED:
             self._requests.unreadable.discard(slot.key)
+
+    def lacks(self, key: ChunkKey) -> None:
+        """Note that a rank lacks its shard: the chunk is stored again when it is computed."""
+        if self.are_apart and self._shards is not None:
+            self._shards.expect(key)
 
     def divide(self) -> bool:
         """If ranks turned out to be apart, have them write shards from now on: what they hashed for

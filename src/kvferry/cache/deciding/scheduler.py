@@ -360,7 +360,9 @@ class CacheScheduler(SchedulerRole):
             loads = tuple(each.load[0] for each in self.requests.at_work if each.load is not None)
         timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
         self.requests.planned()
-        if not (loads or saves or self.audits.has_unchecked or timed or self.pool.has_work):
+        audits = self.audits
+        has_orders = audits.has_unchecked or audits.discards or self.saves.shared_writes.orders
+        if not (loads or saves or has_orders or timed or self.pool.has_work):
             return EMPTY_PLAN
         number, first = next(self._plan_numbers), self.identity.first
         # Last, as no later plan has them.
@@ -381,6 +383,8 @@ class CacheScheduler(SchedulerRole):
             namespace=self.requests.namespace,
             first_namespace=first,
             are_apart=self.saves.are_apart,
+            writes=self.saves.shared_writes.take_orders(),
+            discards=self.audits.take_discards(),
         )
 
     def _find_running(self, step: StepView) -> list[tuple[ScheduledRequest, Request]]:
@@ -472,6 +476,7 @@ class CacheScheduler(SchedulerRole):
     def _learn_region(self, region: SlotRegion) -> str:
         why = self.pool.loans.learn(region)
         if self.saves.divide():
+            self.audits.are_apart = True
             self._searches.begin_epoch(self.requests.namespace)  # shards are found from now on
             for request in self.requests.by_id.values():
                 if request.probed_at is not None:
@@ -493,6 +498,8 @@ class CacheScheduler(SchedulerRole):
             slot = self._learn_filled(filled)
             if slot is not None:
                 missed[slot.key] = filled
+                if filled.missed == ReadFault.ABSENT:
+                    self.saves.lacks(slot.key)
                 if self.saves.are_apart:
                     why = f"rank {report.rank}: {filled.detail or filled.missed}"
                     missed[slot.key] = structs.replace(filled, detail=why)

@@ -1,6 +1,7 @@
 """Seals and writes records that several ranks hold together, in the scheduler role's process.
 
-Ranks on several machines write shards themselves. Then this only waits for the last of them.
+Ranks on several machines write shards themselves. Then this only has them begin once the last one
+has hashed its rows, and waits for the last of them.
 
 Every rank copies its part of a chunk into its slot (host memory for one chunk), hashes the part and
 reports the digests. After the last report a background thread here makes the head and writes the
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.rank_slots import RankSlots
+from kvferry.cache.messages import SlotChunk
 from kvferry.errors import Fault
 from kvferry.record.schema import RecordSchema
 from kvferry.store.base import EXISTS, STORED, UNWRITTEN, Put, PutResult
@@ -34,6 +36,8 @@ class _SharedRecord:
     is_sealed: bool = False
     """Set by the job, before it writes."""
     job: Job[Put] | None = None
+    is_ordered: bool = False
+    """Whether ranks write shards of it."""
     answers: dict[int, Put] = field(default_factory=dict)
     """By rank, of shards."""
 
@@ -46,6 +50,9 @@ class SharedWrites:
         pool: knows which record is in which slot.
         ranks: opens the slots of all ranks.
         schemas: layouts of the records, as `ranks` has them; each has its own namespace.
+
+    Attributes:
+        orders: shards for the next plan.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class SharedWrites:
         self._ranks = ranks
         self._schemas = tuple(schemas)
         self._records: dict[int, _SharedRecord] = {}
+        self.orders: list[SlotChunk] = []
         self._threads = IOPool(-(-context.config.io_threads // 2), "kvferry-save")
 
     def begin(self, slot: Slot, namespace: bytes) -> None:
@@ -70,12 +78,23 @@ class SharedWrites:
         self._records[slot.index] = _SharedRecord(slot, namespace)
 
     def report(self, rank: int, slot: Slot, digests: bytes) -> None:
-        """Learn a rank's digests. After those of the last rank, write the record. Never blocks."""
+        """Learn a rank's digests. After those of the last rank, write the record, or have the next
+        plan order the shards. Never blocks."""
         record = self._records.get(slot.index)
         if record is not None and record.slot is slot:
             record.digests[rank] = digests
-            if len(record.digests) == self._world_size:
+            if len(record.digests) < self._world_size:
+                return
+            if self._ranks.are_apart:
+                record.is_ordered = True
+                self.orders.append(SlotChunk(slot.index, slot.key, slot.first_token))
+            else:
                 record.job = self._threads.submit(lambda _job: self._write(record))
+
+    def take_orders(self) -> tuple[SlotChunk, ...]:
+        """Take the chunks whose shards the next plan has the ranks write."""
+        orders, self.orders = tuple(self.orders), []
+        return orders
 
     def report_shard(self, rank: int, index: int, answer: Put) -> Put | None:
         """Learn that a rank wrote its shard, or could not. After the last one, return the answer
@@ -102,7 +121,7 @@ class SharedWrites:
     def abort(self, slot: Slot) -> bool:
         """Drop a record whose write has not begun. Whether there was one."""
         record = self._records.get(slot.index)
-        is_early = record is not None and record.job is None
+        is_early = record is not None and record.job is None and not record.is_ordered
         if is_early:
             del self._records[slot.index]
         return is_early

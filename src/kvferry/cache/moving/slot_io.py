@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvferry.blocks.copies import Gathered
@@ -46,6 +46,7 @@ class _Save:
     is_shard: bool
     hash: Job[Sealed] | None = None
     write: Job[Saved] | None = None  # the hash thread sets it
+    shard: Callable[[Job[Saved]], Saved] | None = None  # so it does this: writes it, on order
 
 
 class SlotIO:
@@ -83,6 +84,7 @@ class SlotIO:
         self._last_load: dict[int, int] = {}  # number of the plan, by slot
         self._reads: dict[int, tuple[Fetch, Job[Filled]]] = {}
         self._saves: dict[int, _Save] = {}
+        self._sealed: dict[int, _Save] = {}  # shards to be written once every rank has sealed its
         # With one thread, a write that hangs would keep hits from being read.
         self.pool = IOPool(max(2, context.config.io_threads), "kvferry-io")
         self.hash_pool = IOPool(1, "kvferry-seal")
@@ -108,6 +110,7 @@ class SlotIO:
     def overwrite(self, slot: int) -> None:
         """Forget what a slot held; it is about to be overwritten."""
         self._contents.pop(slot, None)
+        self._sealed.pop(slot, None)
 
     def busy_until(self, slot: int, mark: Mark) -> None:
         """Note that the device reads or fills a slot until it has reached a mark."""
@@ -136,6 +139,7 @@ class SlotIO:
         groups = frozenset(fetch.groups) if chunk.part < 0 else rows.all_groups
         # Groups that are read again are not held until they are verified.
         held = self.groups_held(chunk) - frozenset(fetch.groups)
+        self._sealed.pop(chunk.slot, None)
         self._contents[chunk.slot] = chunk.key, held
         memory = self._memory.slot(chunk.slot)
         mark = self._used_by_device.get(chunk.slot, REACHED)
@@ -162,15 +166,17 @@ class SlotIO:
                 return Filled(chunk.slot, ReadFault.CANCELLED)
             deadline = started + self._read_seconds
             faults: list[StoreError] = []
-            missed = None
+            missed: ReadFault | None = None
             for schema, record in tries:
-                missed = read_record(
+                found = read_record(
                     self._store, schema, record, self._observer, deadline, faults=faults
                 )
-                if missed is None and record.of:
+                if found is None and record.of:
                     # The scheduler role touches shards of the first rank only.
                     self._store.touch((record.key,))
-                if missed is None or missed is ReadFault.IO_ERROR:
+                if found is None or missed in (None, ReadFault.ABSENT):
+                    missed = found  # what is wrong with one says more than that the other lacks
+                if found is None or found is ReadFault.IO_ERROR:
                     break
             seconds = 0.0 if missed else time.monotonic() - started
             said, kind = "; ".join(map(str, faults)), faults[0].fault.kind if faults else ""
@@ -274,7 +280,7 @@ class SlotIO:
         schema: RecordSchema,
         own: RecordSchema | None,
     ) -> Sealed:
-        """Hash what this rank holds of a chunk, and queue the write of that. Runs in: hash
+        """Hash what this rank holds of a chunk, and prepare the write of that. Runs in: hash
         thread."""
         chunk, memory = save.chunk, self._memory.slot(save.chunk.slot)
         if not gathered.mark.wait(self._bounds.device_seconds):
@@ -295,8 +301,29 @@ class SlotIO:
             answer = write_sealed(self._store, schema.namespace, key, parts, self._observer)
             return Saved(chunk.slot, *answer)
 
-        save.write = self.pool.submit(write, can_wait=True)
+        save.shard = write
         return Sealed(chunk.slot)
+
+    def write_shard(self, chunk: SlotChunk) -> Saved | None:
+        """Begin to write the shard of a chunk that was hashed. Return the end of that, if there is
+        nothing to write. Never blocks."""
+        save = self._sealed.pop(chunk.slot, None)
+        if save is None or save.shard is None or save.chunk.key != chunk.key:
+            return Saved(chunk.slot, PutResult.FAILED, UNWRITTEN)
+        save.write = self.pool.submit(save.shard, can_wait=True)
+        self._saves[chunk.slot] = save
+        return None
+
+    def discard(self, key: ChunkKey, why: str, namespace: bytes) -> None:
+        """Take this rank's shard of a record, and the record itself, out of the store. Never
+        blocks."""
+
+        def discard(_job: Job[None]) -> None:
+            store = self._store.in_namespace(namespace)
+            for name in dict.fromkeys((self._names.of(key), key)):
+                store.discard(name, why)
+
+        self.pool.submit(discard, can_wait=True)
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -334,15 +361,14 @@ class SlotIO:
             found = save.hash.result or Sealed(slot, None)
             if not found.is_finite and self._loads_may_fail:
                 self.overwrite(slot)  # a load that was promised meanwhile fails
-            if save.write is None or not save.is_shard:
-                sealed.append(found)
+            sealed.append(found)
             save.hash = None
+            if save.shard is not None:
+                self._sealed[slot] = save
         if save.write is None:
             return True
         if not save.write.poll():
             return False
-        if save.is_shard:  # not before: other ranks may end early, and the slot get another chunk
-            sealed.append(Sealed(slot))
         if save.write.result is None:
             self._observer.count("save_failed")
             logger.error("saving a chunk failed", exc_info=save.write.error)

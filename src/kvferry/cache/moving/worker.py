@@ -48,7 +48,7 @@ from kvferry.errors import ContractError, LayoutError, TransferError
 from kvferry.layout.streams import Mark
 from kvferry.record.check import ReadFault
 from kvferry.store.base import PutResult
-from kvferry.types import NULL_BLOCK
+from kvferry.types import NULL_BLOCK, ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +231,10 @@ class CacheWorker(WorkerRole):
         self._to_begin.extend(plan.fetches)
         for load in plan.unchecked:
             self._take_back(load)
+        for chunk in plan.writes:
+            self._write_shard(chunk)
+        for key, why, namespace in plan.discards:
+            self.io.discard(ChunkKey(key), why, namespace)
         for slot in plan.cancels:
             self.io.cancel(slot)
         while self._to_begin:
@@ -245,6 +249,12 @@ class CacheWorker(WorkerRole):
             self._ended.filled.append(Filled(fetch.chunk.slot))
         else:
             self.io.fetch(fetch)
+
+    def _write_shard(self, chunk: SlotChunk) -> None:
+        if self._replicas.loads_only:  # the first rank that holds the same writes it
+            self._ended.saved.append(Saved(chunk.slot, PutResult.EXISTS))
+        elif (ended := self.io.write_shard(chunk)) is not None:
+            self._ended.saved.append(ended)
 
     def start_load(self) -> None:
         if not self._plan.loads:
@@ -470,8 +480,6 @@ class CacheWorker(WorkerRole):
             if save.compare_with is None:
                 self.io.hold(save.chunk, self._rows.all_groups)
                 self._ended.sealed.append(Sealed(save.chunk.slot))
-                if self.io.are_apart:
-                    self._ended.saved.append(Saved(save.chunk.slot, PutResult.EXISTS))
 
     def _put_off(self, saves: Iterable[Save]) -> None:
         for save in saves:
