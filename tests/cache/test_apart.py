@@ -523,6 +523,19 @@ def test_a_chunk_that_lacks_a_shard_is_stored_again_whenever_it_is_computed(make
     assert reader.run("again", PROMPT).num_external_tokens == 40
 
 
+def test_a_shard_that_is_wrong_is_not_said_to_be_absent(make_host, places):
+    """The whole record, which is tried next, is."""
+    host = store(start(make_host, places.directory(2)))
+    name = shard_keys(host, 1)[2].hex()
+    (path,) = (each for each in places.root.rglob("*.safetensors") if each.stem.endswith(name))
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    host.close()
+    reader = start(make_host, places.directory(2))
+    assert reader.run("reader", PROMPT).num_external_tokens == 16
+    reason, why, *_ = reader.scheduler.requests.unreadable.why(keys_of(reader)[2])
+    assert (reason, why) == (LookupMiss.DAMAGED, "bad_checksum")
+
+
 def test_an_erased_chunk_takes_its_shards_along(make_host, places):
     host = store(start(make_host, places.directory(2)))
     names = {name_of_key(key) for key in keys_of(host)}
