@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cache.build import records_of
+from kvferry.cache.build import PrefixCache, records_of
 from kvferry.cache.deciding import rank_slots
 from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.rank_slots import RankSlots
@@ -137,7 +137,7 @@ def start(make_host, stores, split: str = "heads", **given):
     )
     for each in stores:
         assert each.wait_indexed(60)
-    host.scheduler.learn_regions([rank.worker.region for rank in host.ranks])
+    host.scheduler.learn_regions([part.region for part in host.parts])
     return host
 
 
@@ -600,6 +600,39 @@ def test_a_rank_that_describes_the_model_in_another_way_says_so_and_all_go_on(
     assert len(said) == 2  # the scheduler role's, and the rank's
     assert any(line.startswith("rank 1 describes the model in another way") for line in said)
     assert {info.key for info in places.shards()} <= set(shard_keys(host, 0))  # of the first step
+
+
+@pytest.mark.parametrize("are_many", [True, False])
+@pytest.mark.parametrize("surplus", [-1, 0, 1])
+def test_a_machine_with_another_number_of_slots_stops_all(
+    make_host, places, machines, monkeypatch, surplus, are_many
+):
+    """Else the scheduler role names slots that a rank lacks: sound shards would be taken out, and
+    saves would raise."""
+    store(start(make_host, places.directory(2))).close()
+    machines.are_many = are_many
+    count = PrefixCache._count_slots
+    monkeypatch.setattr(
+        PrefixCache, "_count_slots", lambda cache: count(cache) + surplus * cache._spec.shard.rank
+    )
+    host = start(make_host, places.directory(2))
+    num_read = host.run("reader", PROMPT).num_external_tokens
+    host.run("writer", OTHER)
+    assert_settles(host)
+    assert host.observer["hook_failed"] == 0
+    assert host.scheduler.identity.state.is_final == bool(surplus)
+    if surplus:
+        assert num_read == 0
+        assert len(places.shards()) == 10
+        number = host.pool.num_slots
+        why = (
+            f"rank 1 has memory for {number + surplus} chunks, and the scheduler counts on {number}"
+        )
+        assert why in host.scheduler.identity.state.why
+        assert "memory_bytes" in host.scheduler.identity.state.why
+    else:
+        assert num_read == (40 if are_many else 0)
+        assert len(places.shards()) > 10
 
 
 def test_recurrent_states_are_refused_by_name(make_host, places, caplog):

@@ -6,9 +6,12 @@ import inspect
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvferry.cache import messages
-from kvferry.cache.messages import CacheMeta, Filled, RankReport
+from kvferry.cache.messages import CacheMeta, Filled, RankReport, SlotRegion
+from kvferry.layout.shards import tensor_parallel_shard
+from tests.cache.hosts import make_groups
 
 MESSAGES = [
     kind
@@ -37,3 +40,11 @@ def test_a_report_is_the_same_on_the_other_side():
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=CacheMeta)
     assert decoded == meta
     assert hash(decoded.reports) == hash(meta.reports)
+
+
+def test_a_region_of_a_release_that_does_not_tell_its_slots_is_read():
+    shard = tensor_parallel_shard(make_groups(), 1, 2)
+    region = SlotRegion("name", 7, 3, shard, b"n" * 32, True, 8)
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(region))
+    assert msgspec.convert(told, SlotRegion, strict=False) == region
+    assert msgspec.convert(told[:-1], SlotRegion, strict=False) == replace(region, num_slots=0)

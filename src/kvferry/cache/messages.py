@@ -174,7 +174,7 @@ class SlotRegion(msgspec.Struct, frozen=True, array_like=True):
     """Where the slots of one rank are, and which part of each record they hold. See
     `kvferry.cache.memory.open_slots`. `namespace` is the digest that this rank began with: it tells
     whether the rank describes the model as the scheduler role does. `loads_only`: they are those of
-    the first rank that holds the same kv heads."""
+    the first rank that holds the same kv heads. `num_slots`: how many there are; 0 if not told."""
 
     name: str
     process: int
@@ -182,6 +182,7 @@ class SlotRegion(msgspec.Struct, frozen=True, array_like=True):
     shard: RankShard
     namespace: bytes
     loads_only: bool = False
+    num_slots: int = 0
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):

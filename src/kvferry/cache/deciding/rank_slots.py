@@ -100,9 +100,9 @@ class RankSlots:
         fails, records of several ranks are not stored, and nothing is lent.
 
         Returns:
-            Why nothing may be loaded or saved: this rank describes the model in another way, or
-            loads from slots that are not those of the first rank that holds the same. Empty if all
-            is well.
+            Why nothing may be loaded or saved: this rank describes the model in another way, has
+            another number of slots, or loads from slots that are not those of the first rank that
+            holds the same. Empty if all is well.
         """
         if self._regions.get(region.shard.rank) == region:
             return ""  # a rank says it again in each report
@@ -115,6 +115,13 @@ class RankSlots:
                 "looks it up: the host describes the model differently to both. Nothing is loaded "
                 "or saved; make kvferry the host's only connector, or a tier of the host's own "
                 "offloading"
+            )
+        if region.num_slots not in (0, self._num_slots):
+            return (
+                f"rank {region.shard.rank} has memory for {region.num_slots} chunks, and the "
+                f"scheduler counts on {self._num_slots}: without memory_bytes, that depends on the "
+                "memory of each machine. Nothing is loaded or saved; set memory_bytes to the same "
+                "for all ranks"
             )
         self._open(region)
         self._regions[region.shard.rank] = region
