@@ -85,6 +85,8 @@ ONLY_FROM = {
         "demo",
         "doctor",
         "explain.py",
+        # Shards, whose keys do not follow from those of a prompt.
+        "survey.py",
     ],
     # One reading of a model's config makes one identity.
     "engine": [

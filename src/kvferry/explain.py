@@ -2,7 +2,8 @@
 
 A store is asked whether it has the chunks of the prompt, what it remembers of removed chunks,
 whether its index lists those that it lacks, and which namespaces it describes. It is listed only if
-it cannot name its namespaces otherwise.
+it cannot name its namespaces otherwise or, for a limited time, if all else explains no miss: then
+the prompt may be in shards.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple, TypeVar
 
 from kvferry.contract.messages import LookupMiss
@@ -21,7 +22,7 @@ from kvferry.record.check import ReadFault, RecordInfo
 from kvferry.store.base import Store
 from kvferry.store.catalogue import Indexed, Removal
 from kvferry.store.maintenance import read_header
-from kvferry.survey import Differences, Holding, chunk_tokens_of, survey, unread
+from kvferry.survey import Differences, Holding, chunk_tokens_of, shards_of, survey, unread
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys
 
 T = TypeVar("T")
@@ -32,9 +33,13 @@ MAX_NAMESPACES = 1000
 
 _NEVER_STORED = "never stored, as far as the removals go back that the store remembers"
 _FORGETFUL = "the store does not remember what it removed"
+_IN_SHARDS = (
+    "stored only in shards, of ranks on several machines: engines with the same split read these, "
+    "`kvferry copy --join` makes whole records"
+)
 
 COMPARE_SECONDS = 10.0
-"""Time for searching other namespaces for the prompt."""
+"""Time for searching other namespaces for the prompt, and as much for listing its shards."""
 
 
 class Run(NamedTuple):
@@ -250,7 +255,8 @@ class PromptSearch:
         self, spaces: Sequence[Space], others: Callable[[], Sequence[Space]]
     ) -> PromptAnswer:
         """Look every chunk up in `spaces`. If the first miss stays unexplained, also look how much
-        of the prompt is stored without salt and LoRA, and in `others`, called only then."""
+        of the prompt is stored without salt and LoRA, and in `others`, called only then; at last,
+        whether shards are all that is stored."""
         found = [self.explain(space) for space in spaces]
         found.sort(key=_rank)
         answer = PromptAnswer(
@@ -264,7 +270,10 @@ class PromptSearch:
         )
         without_extra = max(plain, default=0)
         nearest = self.nearest(others(), answer.hit_tokens)
-        return replace(answer, elsewhere=nearest, without_extra=without_extra, unread=self.unread)
+        answer = replace(answer, elsewhere=nearest, without_extra=without_extra, unread=self.unread)
+        if found and answer.reason is LookupMiss.ABSENT:
+            answer = replace(answer, found=[self._with_shards(found[0]), *found[1:]])
+        return answer
 
     def explain(self, space: Space) -> Explanation:
         """Look every chunk of the prompt up in one namespace."""
@@ -277,6 +286,30 @@ class PromptSearch:
         parts = space.namespace.state_parts
         states = self._end_at_a_state(digest, keys.keys, runs, parts) if parts else ()
         return Explanation(space, _merged(self._judged(runs)), states)
+
+    def _with_shards(self, found: Explanation) -> Explanation:
+        """Say of which absent chunks there are shards, as far as listings in time show any."""
+        space, size = found.space.namespace, found.space.chunk_tokens
+        keys = ChunkKeys(space.digest, size, self._extra)
+        keys.extend(self.token_ids)
+        runs: list[Run] = []
+        absent: dict[tuple[bytes, ChunkKey], int] = {}
+        for run in found.runs:
+            if run.why is not LookupMiss.ABSENT:
+                runs.append(run)
+                continue
+            for first in range(run.first_token, run.first_token + run.num_tokens, size):
+                absent[space.digest, keys.keys[first // size]] = len(runs)
+                runs.append(run._replace(first_token=first, num_tokens=size))
+        until = time.monotonic() + COMPARE_SECONDS
+        for store in self._tiers.values():
+            with suppress(StoreError):  # it answers, and cannot be listed
+                entries = store.catalogue().scan()
+                listing = takewhile(lambda _: time.monotonic() < until, entries)
+                for _, of in shards_of(store, listing, absent, [space]):
+                    number = absent[space.digest, of]
+                    runs[number] = runs[number]._replace(detail=_IN_SHARDS)
+        return found._replace(runs=_merged(runs))
 
     def _end_at_a_state(
         self, namespace: bytes, keys: Sequence[ChunkKey], runs: list[Run], parts: int

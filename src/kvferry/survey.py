@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.keys import HOST_FIELDS, JsonValue, ModelIdentity, Namespace
+from kvferry.record.check import RecordInfo
+from kvferry.record.schema import RecordSchema
+from kvferry.store import maintenance
 from kvferry.store.base import Store
+from kvferry.store.catalogue import Entry
+from kvferry.types import ChunkKey, KVGroup
 
 UNREADABLE = "(unreadable)"
 """Shown instead of a model's name if its namespace has no readable description."""
@@ -119,6 +126,44 @@ def chunk_tokens_of(namespace: Namespace) -> int | None:
         return None
     size = namespace.description.get("chunk_tokens")
     return size if isinstance(size, int) and 1 <= size < 1 << 32 else None
+
+
+def shards_of(
+    store: Store,
+    listing: Iterable[Entry],
+    keys: Collection[tuple[bytes, ChunkKey]],
+    spaces: Iterable[Namespace],
+) -> Iterator[tuple[Entry, ChunkKey]]:
+    """Yield the shards of some records, each with the key of its whole record, from which its own
+    does not follow: of all that a store lists and that is smaller than a whole record, the headers
+    are read. Where no namespace can have shards, nothing is listed.
+
+    Args:
+        keys: namespaces and keys of the whole records, in `spaces`.
+    """
+    whole = {space.digest: _record_bytes(space) for space in spaces}
+    if not any(whole.values()):
+        return
+    for entry in listing:
+        if entry.stored_bytes < whole.get(entry.namespace, 0):
+            info = maintenance.inspect(store, entry)
+            if isinstance(info, RecordInfo) and (entry.namespace, info.of) in keys:
+                yield entry, ChunkKey(info.of)
+
+
+def _record_bytes(space: Namespace) -> float:
+    """Size of a chunk's record in a namespace of KV groups; 0 in another, which has no shards.
+    Infinite if this release does not know groups of that description."""
+    described: Any = space.description.get("groups")
+    size = chunk_tokens_of(space)
+    if described is None or size is None:
+        return 0
+    try:
+        groups = tuple(KVGroup(**group, block_size=1) for group in described)
+        schema = RecordSchema.for_groups(namespace=space.digest, chunk_tokens=size, groups=groups)
+    except (TypeError, ValueError, ArithmeticError):  # a later release wrote it, or an enemy
+        return math.inf
+    return schema.record_bytes
 
 
 def differences(there: JsonValue, here: JsonValue) -> Differences:

@@ -7,15 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from kvferry.cli import stores
+from kvferry.errors import FaultKind, StoreError
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace
 from kvferry.record.schema import RecordSchema
-from kvferry.store.catalogue import Indexed
+from kvferry.store.base import Store
+from kvferry.store.catalogue import Entry, Indexed
+from kvferry.store.file.catalogue import FileCatalogue
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
@@ -312,10 +316,51 @@ def test_a_store_is_listed_for_a_prompt_only_where_shards_may_be(
     space = Namespace.described({**described, form: groups}, "m")
     put_all(url, Made(space=space).records, space)
     listed, entries = [], stores.entries
-    monkeypatch.setattr(stores, "entries", lambda *a: (listed.append(a), entries(*a))[1])
+
+    def noted(store: Store, found: Iterable[Entry]) -> Iterator[Entry]:
+        listed.append(store)
+        yield from entries(store, found)
+
+    monkeypatch.setattr(stores, "entries", noted)
     ran = run("copy", url, other, "--namespace", space.digest.hex(), "--tokens", tokens_file)
     assert ran.code == 0, ran.err
     assert bool(listed) == is_listed
+
+
+@pytest.mark.parametrize("whole", [(), (0,), (2,), (0, 1, 3)])
+@pytest.mark.parametrize("splits", [RANKS, STAGES, RANKS[:1]])
+def test_explain_names_the_shards_of_chunks_without_a_whole_record(
+    splits, whole, run, url, tokens_file
+):
+    made = Made()
+    records = {made.keys[number]: made.records[made.keys[number]] for number in whole}
+    put_all(url, records | made.shards(*splits))
+    ran = run("explain", url, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file)
+    first = next(number for number in range(4) if number not in whole)
+    assert ran.out.startswith(f"absent: the chunk at token {first * CHUNK + 1}, stored only in sha")
+    assert "`kvferry copy --join`" in ran.out.partition("\n")[0]
+    ran = run(
+        "explain", url, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file, "--json", "-"
+    )
+    runs = json.loads(ran.out)["namespaces"][0]["chunks"]
+    in_shards = [each for each in runs if "shards" in each["detail"]]
+    assert sum(each["num_tokens"] for each in in_shards) == (4 - len(whole)) * CHUNK
+
+
+@pytest.mark.parametrize("cause", ["others", "no time", "no listing"])
+def test_explain_says_no_shards_of_which_it_knows_none(cause, run, url, tokens_file, monkeypatch):
+    put_all(url, Made(tokens=range(1000, 1050) if cause == "others" else TOKENS).shards(*RANKS))
+    if cause == "no time":
+        monkeypatch.setattr("kvferry.explain.COMPARE_SECONDS", 0.0)
+    if cause == "no listing":
+        monkeypatch.setattr(FileCatalogue, "scan", refuse)
+    ran = run("explain", url, "--namespace", SPACE.digest.hex(), "--tokens", tokens_file)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("absent: the chunk at token 1, never stored, as far as ")
+
+
+def refuse(_: FileCatalogue) -> NoReturn:
+    raise StoreError(FaultKind.UNLISTED, "no right to list")
 
 
 def test_a_shard_says_whose_rows_it_has(run, url):

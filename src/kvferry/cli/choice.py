@@ -30,14 +30,13 @@ from kvferry.cli.prompts import (
 )
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.keys import ChunkKeys, ModelIdentity, Namespace, salt_mark, state_keys
-from kvferry.record.check import ReadFault, RecordInfo
-from kvferry.record.schema import RecordSchema
+from kvferry.record.check import ReadFault
 from kvferry.store import maintenance
 from kvferry.store.base import Store
 from kvferry.store.catalogue import Entry, StoredBytes
 from kvferry.store.erasures import name_of_key, name_of_mark, name_of_namespace
-from kvferry.survey import chunk_tokens_of, differences_of_model, survey
-from kvferry.types import NO_EXTRA_KEYS, ChunkKey, KVGroup
+from kvferry.survey import chunk_tokens_of, differences_of_model, shards_of, survey
+from kvferry.types import NO_EXTRA_KEYS, ChunkKey
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Report what would be changed; change nothing.")
@@ -259,39 +258,14 @@ def _of_prompt(store: Store, choice: Choice, prompt: AskedPrompt) -> Iterator[En
 def _shards_of(
     store: Store, choice: Choice, keys: Collection[tuple[bytes, ChunkKey]]
 ) -> Iterator[Entry]:
-    """Yield the shards of some records, whose keys do not follow from these: of all that a store
-    lists and that is smaller than a whole record, the headers are read. None where nothing is
-    listed, or no namespace can have shards: then nothing is listed here."""
-    whole = {
-        space.digest: _record_bytes(space) for space in _spaces(store, choice).values() if space
-    }
-    if not any(whole.values()):
-        return
+    """Yield the shards of some records; none where the store cannot be listed."""
+    spaces = [space for space in _spaces(store, choice).values() if space]
     try:
-        for entry in stores.entries(store, store.catalogue().scan()):
-            if entry.stored_bytes >= whole.get(entry.namespace, 0):
-                continue
-            info = maintenance.inspect(store, entry)
-            if isinstance(info, RecordInfo) and (entry.namespace, info.of) in keys:
-                yield entry
+        listing = stores.entries(store, store.catalogue().scan())
+        yield from (entry for entry, _ in shards_of(store, listing, keys, spaces))
     except StoreError as error:
         if error.fault.kind is not FaultKind.UNLISTED:
             raise
-
-
-def _record_bytes(space: Namespace) -> float:
-    """Size of a chunk's record in a namespace of KV groups; 0 in another, which has no shards.
-    Infinite if this release does not know groups of that description."""
-    described: Any = space.description.get("groups")
-    size = chunk_tokens_of(space)
-    if described is None or size is None:
-        return 0
-    try:
-        groups = tuple(KVGroup(**group, block_size=1) for group in described)
-        schema = RecordSchema.for_groups(namespace=space.digest, chunk_tokens=size, groups=groups)
-    except (TypeError, ValueError, ArithmeticError):  # a later release wrote it, or an enemy
-        return math.inf
-    return schema.record_bytes
 
 
 def keys_of_prompt(
