@@ -15,6 +15,7 @@ from kvferry.cache.build import PrefixCache, records_of
 from kvferry.cache.deciding import rank_slots
 from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.rank_slots import RankSlots
+from kvferry.cache.deciding.scheduler import CacheScheduler
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import Fault, FaultKind, TransferError
 from kvferry.keys import ShardKeys
@@ -602,10 +603,11 @@ def test_a_rank_that_describes_the_model_in_another_way_says_so_and_all_go_on(
     assert {info.key for info in places.shards()} <= set(shard_keys(host, 0))  # of the first step
 
 
+@pytest.mark.parametrize("told_by", ["report", "handshake"])
 @pytest.mark.parametrize("are_many", [True, False])
 @pytest.mark.parametrize("surplus", [-1, 0, 1])
 def test_a_machine_with_another_number_of_slots_stops_all(
-    make_host, places, machines, monkeypatch, surplus, are_many
+    make_host, places, machines, monkeypatch, surplus, are_many, told_by
 ):
     """Else the scheduler role names slots that a rank lacks: sound shards would be taken out, and
     saves would raise."""
@@ -615,7 +617,11 @@ def test_a_machine_with_another_number_of_slots_stops_all(
     monkeypatch.setattr(
         PrefixCache, "_count_slots", lambda cache: count(cache) + surplus * cache._spec.shard.rank
     )
+    if told_by == "report":  # what ended first brings it
+        monkeypatch.setattr(CacheScheduler, "learn_regions", lambda _self, _regions: None)
     host = start(make_host, places.directory(2))
+    host.run("first", range(200, 209))
+    host.settle()
     num_read = host.run("reader", PROMPT).num_external_tokens
     host.run("writer", OTHER)
     assert_settles(host)

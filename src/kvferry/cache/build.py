@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from msgspec import structs
-
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.blocks.rows import RankRecords, RankRows
 from kvferry.blocks.states import PagedStates
@@ -276,9 +274,7 @@ class PrefixCache:
     @property
     def region(self) -> SlotRegion | None:
         """Where the slots of the worker role are; None without that role."""
-        if self._worker is None:
-            return None
-        return structs.replace(self._worker.region, num_slots=self.num_slots)
+        return None if self._worker is None else self._worker.region
 
     def learn_regions(self, regions: Iterable[SlotRegion]) -> None:
         """Tell the scheduler role where the ranks' slots are, if the host brings that at its start.

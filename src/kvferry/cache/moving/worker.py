@@ -148,6 +148,7 @@ class CacheWorker(WorkerRole):
             context.spec.shard,
             context.identity.first,
             self._replicas.loads_only,
+            num_slots,
         )
         self._loading: deque[tuple[int, Mark]] = deque()
         self.io = SlotIO(records, self._replicas, context)
