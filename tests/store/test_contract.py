@@ -70,7 +70,7 @@ def made_from(of: type[T]) -> Iterator[type[T]]:
 
 def test_no_class_of_src_hands_calls_on_by_hand() -> None:
     """A method that each store has is written for each medium, and for tiers, which decide whom to
-    ask; so is one of catalogues, for those that have it. The wrapper is of the test kit."""
+    ask; so is one of catalogues, for those that have it. One wrapper serves all others."""
     for module in (*MODULES.values(), "kvferry.store.url"):
         importlib.import_module(module)
     ours = {
@@ -81,7 +81,7 @@ def test_no_class_of_src_hands_calls_on_by_hand() -> None:
     }
     assert ours == {
         "FileStore", "MemoryStore", "PeerStore", "RemoteStore", "ServerStore", "SingleStore",
-        "TieredStore",
+        "TieredStore", "WrapperStore",
         "FileCatalogue", "Indexed", "MemoryCatalogue", "RemoteCatalogue",
     }  # fmt: skip
 

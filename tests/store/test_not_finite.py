@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from kvferry.cli.copy import _copy
+from kvferry.cli.copy import _Copying, _Item
 from kvferry.observe import Counters
 from kvferry.record import schema as schemas
 from kvferry.record.check import ReadFault
@@ -110,8 +110,9 @@ def by_put_all(schema, image, target):
 def by_copy(schema, image, target):
     source = MemoryStore("memory://source")
     stored(source, schema, image)
-    copied = _copy(source, target, [Entry(KEY, len(image), 0.0)])
-    assert [why for _, why in copied.bad] == [ReadFault.NOT_FINITE] * (not copied.keys)
+    copying = _Copying(source, target, skips=False)
+    copying.copy(_Item(b"", KEY, [Entry(KEY, len(image), 0.0)]))
+    assert [why for _, why in copying.bad] == [ReadFault.NOT_FINITE] * (not copying.copied)
 
 
 def by_tiers(schema, image, target):

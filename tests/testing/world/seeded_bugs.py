@@ -180,8 +180,8 @@ BUGS = (
         "        if not are_finite:\n            return Sealed(chunk.slot, None, is_finite=False)\n",
         ""),
     Bug("a record is written before the last rank has hashed", WRITES,
-        "            if len(record.digests) == self._world_size:",
-        "            if len(record.digests) == 1:"),
+        "            if len(record.digests) < self._world_size:",
+        "            if not record.digests:"),
     Bug("ranks of a record are joined in the wrong order", "cache/deciding/rank_slots.py",
         "        for offset, part in sorted(found):",
         "        for offset, part in zip(sorted(at for at, _ in found),"

@@ -31,6 +31,9 @@ from kvferry.types import ChunkKey, KVGroup, TablePart
 CLOSE_SECONDS = 60.0
 """How long an engine may take to close, whatever hangs."""
 
+NEAR = "memory://near"
+"""How the URL of a tier in an engine's own memory begins."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
@@ -65,7 +68,7 @@ class EngineShape:
     @property
     def hears_of_erasures(self) -> bool:
         """Whether it has a store with a notice. An engine with peers alone keeps what it holds."""
-        return any(not (is_peer(url) or url.startswith("memory:")) for url in self.tiers)
+        return any(not (is_peer(url) or url.startswith(NEAR)) for url in self.tiers)
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:

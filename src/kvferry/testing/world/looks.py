@@ -189,7 +189,7 @@ def _check_across(world: World, engine: Engine, other: Engine) -> None:
 def _check_erased_here(world: World, engine: Engine) -> None:
     """Nothing that was erased is in the memory of an engine that has served a request since. One
     whose tiers are all its own hears of no erasure."""
-    if not any(url.startswith(("sim:", "file:")) for url in engine.shape.tiers):
+    if not engine.shape.hears_of_erasures:
         return
     ask = Ask(world.new_document(), 2 * engine.shape.chunk_tokens, tail=0)
     _probe(world, engine, ask, world.tokens_of(ask), forgets=False)

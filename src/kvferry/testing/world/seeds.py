@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.contract.spec import Mode
-from kvferry.testing.world.engine import EngineShape
+from kvferry.testing.world.engine import NEAR, EngineShape
 from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.media import DAMAGE, OFFENCES, OUTAGES
 from kvferry.testing.world.moments import MOMENTS
@@ -18,7 +18,6 @@ from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scen
 from kvferry.testing.world.twists import twisted
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
-NEAR = "memory://near"
 FIRST_PORT = 7000
 RECORD_BYTES = 4096
 SALTS = ("salt", "other")

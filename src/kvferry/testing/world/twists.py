@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvferry.contract.spec import Mode
-from kvferry.testing.world.engine import EngineShape
+from kvferry.testing.world.engine import NEAR, EngineShape
 from kvferry.testing.world.scenario import Action, Ask
 
 Script = list[tuple[float, str, tuple[Any, ...]]]
@@ -103,7 +103,7 @@ def twisted(
     ]
     changed = replace(
         shape,
-        tiers=tuple(url for url in shape.tiers if not url.startswith("memory:")) or shape.tiers,
+        tiers=tuple(url for url in shape.tiers if not url.startswith(NEAR)) or shape.tiers,
         host=replace(shape.host, **twist.host),
         options={**shape.options, **twist.options},
         **({"mode": Mode.BOTH} | dict(twist.shape)),
