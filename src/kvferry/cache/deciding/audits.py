@@ -100,7 +100,7 @@ class Audits:
 
     Attributes:
         are_apart: whether ranks are on several machines.
-        discards: what they then take out of their stores: see `CachePlan.discards`.
+        discards: what the next plan has them take out of their stores; it clears them.
     """
 
     def __init__(
@@ -200,11 +200,6 @@ class Audits:
         unchecked = tuple(self._unchecked)
         self._unchecked.clear()
         return unchecked
-
-    def take_discards(self) -> tuple[tuple[bytes, str, bytes], ...]:
-        """Take what the next plan has ranks discard."""
-        discards, self.discards = tuple(self.discards), []
-        return discards
 
     def holds(self) -> Iterator[Hold]:
         """The pins of comparisons that ranks make."""

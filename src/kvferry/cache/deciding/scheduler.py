@@ -365,12 +365,12 @@ class CacheScheduler(SchedulerRole):
         if not (loads or saves or has_orders or timed or self.pool.has_work):
             return EMPTY_PLAN
         number, first = next(self._plan_numbers), self.identity.first
-        # Last, as no later plan has them.
+        # Last, as no later plan has them: what follows calls nothing that can raise.
         unchecked = self.audits.take_unchecked()
-        fetches, cancels = self.pool.pop_orders()
-        if self.saves.are_apart:
-            fetches = self._searches.with_shards(fetches)
-        return CachePlan(
+        writes, discards = self.saves.shared_writes.orders, audits.discards
+        with_shards = self._searches.with_shards if self.saves.are_apart else tuple
+        fetches, cancels = self.pool.pop_orders(with_shards)
+        plan = CachePlan(
             pool=self.pool.pool_id,
             number=number,
             fetches=fetches,
@@ -383,9 +383,12 @@ class CacheScheduler(SchedulerRole):
             namespace=self.requests.namespace,
             first_namespace=first,
             are_apart=self.saves.are_apart,
-            writes=self.saves.shared_writes.take_orders(),
-            discards=self.audits.take_discards(),
+            writes=tuple(writes),
+            discards=tuple(discards),
         )
+        writes.clear()
+        discards.clear()
+        return plan
 
     def _find_running(self, step: StepView) -> list[tuple[ScheduledRequest, Request]]:
         """The requests of a step that may be cached, and what is known of each."""

@@ -52,7 +52,7 @@ class SharedWrites:
         schemas: layouts of the records, as `ranks` has them; each has its own namespace.
 
     Attributes:
-        orders: shards for the next plan.
+        orders: chunks whose shards the next plan has the ranks write; it clears them.
     """
 
     def __init__(
@@ -90,11 +90,6 @@ class SharedWrites:
                 self.orders.append(SlotChunk(slot.index, slot.key, slot.first_token))
             else:
                 record.job = self._threads.submit(lambda _job: self._write(record))
-
-    def take_orders(self) -> tuple[SlotChunk, ...]:
-        """Take the chunks whose shards the next plan has the ranks write."""
-        orders, self.orders = tuple(self.orders), []
-        return orders
 
     def report_shard(self, rank: int, index: int, answer: Put) -> Put | None:
         """Learn that a rank wrote its shard, or could not. After the last one, return the answer
