@@ -291,12 +291,17 @@ def test_a_decode_waits_for_the_last_state_of_a_prefill_as_for_its_chunks(case):
         "chunks": {key.hex() for key in keys.keys},
     }
     clock, here = FakeClock(), DictClient()
-    reader = StatefulHost(RemoteStore("memory://server", here, clock=clock), KIND, clock=clock)
+    store = RemoteStore("memory://server", here, clock=clock)
+    reader = StatefulHost(store, KIND, clock=clock)
     source = KVSource(waits=True, num_tokens=len(PROMPT))
     request = reader.add("reader", PROMPT, Handover(source=source))
 
-    def waits() -> bool:
+    def is_quiet() -> bool:
         reader.step([])
+        return not (store._keys._asked or reader.role.pool.is_filling)
+
+    def waits() -> bool:
+        wait_until(is_quiet, "no question and no read is under way, so time may go on")
         clock.advance(0.02)
         return reader.scheduler.lookup(request, 0).num_tokens is None
 
@@ -309,9 +314,9 @@ def test_a_decode_waits_for_the_last_state_of_a_prefill_as_for_its_chunks(case):
         }
     if not hit:
         assert all(waits() for _ in range(5)), "for what has not come"
-        until = clock() + 1.0
-        wait_until(lambda: not waits(), "it waits no longer", interval=0.0)
-        assert clock() < until, "states come soon after chunks, or not at all"
+    until = clock() + 1.0
+    wait_until(lambda: not waits(), "it waits no longer", interval=0.0)
+    assert clock() < until, "states come soon after chunks, or not at all"
     assert reader.admit(request) == hit
     reader.prefill(request)
     reader.close()
