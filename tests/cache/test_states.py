@@ -331,7 +331,7 @@ def test_a_decode_reads_kv_and_state_from_the_memory_of_its_prefill(writers, rea
     assert prefill.admit(request) == 0
     prefill.prefill(request)
     handover = read_handover(prefill.finish(request))
-    prefill.step([])
+    prefill.settle()
     decode = StatefulHost(f"peer://{LOCALHOST}:{port}", KIND, readers)
     request = decode.add("r", PROMPT, handover)
     assert decode.admit(request) == 4 * BLOCK
