@@ -43,7 +43,6 @@ class _Save:
 
     chunk: SlotChunk
     copy: Gathered | None
-    is_shard: bool
     hash: Job[Sealed] | None = None
     write: Job[Saved] | None = None  # the hash thread sets it
     shard: Callable[[Job[Saved]], Saved] | None = None  # so it does this: writes it, on order
@@ -237,13 +236,14 @@ class SlotIO:
         rows = self._records.of(chunk.part)
         schema = rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
-        save = self._saves[chunk.slot] = _Save(chunk, gathered, self.are_apart)
+        save = self._saves[chunk.slot] = _Save(chunk, gathered)
+        is_shard = self.are_apart
         # A step may wait for a comparison, so that goes before the seals that wait.
         own = rows.own
         save.hash = self.hash_pool.submit(
             lambda _job: (
                 self._seal_shard(save, gathered, rows, schema, own)
-                if save.is_shard
+                if is_shard
                 else self._seal(save, gathered, rows, schema)
             ),
             can_wait=True,
