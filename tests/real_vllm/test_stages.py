@@ -218,8 +218,11 @@ def test_a_stage_that_is_killed_ends_its_engine_and_the_next_start_works(
 ) -> None:
     assert outcome.died[which]
     assert "TimeoutError" not in outcome.died[which]
-    assert_same(outcome.own[f"killed {which}"], outcome.runs[f"killed {which}"])
-    assert outcome.runs[f"killed {which}"].external > 0
+    run = outcome.runs[f"killed {which}"]
+    assert_same(outcome.own[f"killed {which}"], run)
+    # Of a hit of n chunks, an audit compares the first one with a probability of 1/n, and loads
+    # nothing.
+    assert run.external > 0 or run.counted("audits") > 0
     assert outcome.wrong == 0
 
 
