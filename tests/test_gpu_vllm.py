@@ -102,7 +102,7 @@ def test_without_a_device_it_says_so_in_one_line(parts):
 
 
 def test_what_depends_on_the_device_is_in_one_place():
-    assert "VLLM_CPU_KVCACHE_SPACE" in device_of("cpu").env
+    assert "VLLM_CPU_OMP_THREADS_BIND" in device_of("cpu").env
     assert not any("CPU" in name for name in device_of("cuda").env)
     assert device_of("cuda", graphs=True).engine["enforce_eager"] is False
     assert "TORCHDYNAMO_DISABLE" not in device_of("cuda", graphs=True).env

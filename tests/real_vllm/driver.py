@@ -302,6 +302,10 @@ def prepare() -> None:
         replace_kernels_once()
         fork_ranks()
         gc.enable()
+        from vllm.config import CacheConfig
+
+        if hasattr(CacheConfig, "cpu_kvcache_space_bytes"):  # 0.14: a CPU takes whole GiB alone
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 
 def keep_imports_frozen() -> None:

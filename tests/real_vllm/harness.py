@@ -48,7 +48,7 @@ def device_of(name: str, dtype: str = "float32", *, graphs: bool = False) -> Dev
     # One helper of the sampler takes 10 s to compile.
     env = {} if graphs else {"TORCHDYNAMO_DISABLE": "1"}
     if name == "cpu":
-        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     else:
         engine["gpu_memory_utilization"] = 0.3  # three processes have an engine at a time
     return Device(env=env, engine=engine, tolerance=tolerance)
