@@ -226,18 +226,18 @@ def test_ranks_tell_in_any_order_where_their_memory_is(make_host, places, split,
     )
     for each in stores:
         assert each.wait_indexed(60)
-    sharded = host.scheduler.context.store
+    sharded, ranks = host.scheduler.context.store, host.scheduler.saves.shared_writes.ranks
     request = host.add("waits", PROMPT)
     for rank in order:
-        assert not sharded.is_divided
+        assert not ranks.are_apart
         host.scheduler.learn_regions([host.ranks[rank].worker.region])
         host.scheduler.lookup(request, 0)
-    assert sharded.is_divided
-    touched = []
-    sharded.inner.touch = touched.extend
-    sharded.touch(keys_of(host))
+    assert ranks.are_apart
+    asked = []
+    sharded.inner.learn = asked.extend
+    sharded.learn(keys_of(host))
     whole = keys_of(host) if split in WHOLE else None
-    assert touched == (whole or shard_keys(host, 1 if split in FIRST_IS_EMPTY else 0))
+    assert asked == (whole or shard_keys(host, 1 if split in FIRST_IS_EMPTY else 0))
     assert host.admit(request) == 40
     host.prefill(request)
 
@@ -258,7 +258,7 @@ def test_a_prefix_of_whole_records_goes_on_with_shards(make_host, places, machin
     machines.are_many = True
     reader = start(make_host, open_stores(2))
     assert reader.run("reader", PROMPT).num_external_tokens == 40
-    assert reader.observer["miss_absent"] == 0  # each was looked for where it is
+    assert reader.observer["miss_absent"] == 0  # a rank's shard that is stored whole is no miss
 
 
 @pytest.mark.parametrize("split", ["layers", "both", "replicas"])
@@ -399,7 +399,8 @@ def test_a_chunk_counts_once_the_last_rank_has_stored_its_shard(make_host, place
     assert_settles(host)
     assert written(host, slow)
     assert all(where(key) is HERE for key in keys_of(host))
-    assert not any(host.scheduler.context.store.has_whole(key) for key in keys_of(host))
+    is_whole = of_namespace(host, host.parts[0].store).where
+    assert not any(is_whole(key) is HERE for key in keys_of(host))
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -662,12 +663,9 @@ def test_the_store_of_the_scheduler_role_knows_shards_by_the_keys_of_chunks(make
     host = store(start(make_host, places.directory(2)))
     sharded, key = host.scheduler.context.store, keys_of(host)[0]
     shards = [shard_keys(host, rank)[0] for rank in range(2)]
-    assert sharded.names_of([key]) == [key, *shards]
+    ranks = host.scheduler.saves.shared_writes.ranks
+    assert ranks.names_of([key]) == [key, *shards]
     assert sharded.tier_of(key) == "file"
-    touched = []
-    sharded.inner.touch = touched.extend
-    sharded.touch([key])
-    assert touched == [shards[0]]
     sharded.discard(key, "wrong")
     left = {info.key for info in places.shards()}
     assert not left & {key, *shards}
@@ -679,14 +677,35 @@ def test_the_store_of_the_scheduler_role_knows_shards_by_the_keys_of_chunks(make
 
 def test_what_a_request_pins_are_the_shards_of_all_ranks(make_host, places):
     host = start(make_host, places.directory(2))
-    sharded = host.scheduler.context.store
-    pins = RequestPins(sharded, host.observer)
+    scheduler = host.scheduler
+    pins = RequestPins(scheduler.context.store, scheduler.saves.shared_writes.ranks, host.observer)
     store(host)
     pins.add(keys_of(host), 60.0)
     pins.close()
     entries = list(host.parts[0].store.catalogue().scan())
     assert len(entries) == 10
     assert all(entry.pinned_until > time.time() for entry in entries)
+
+
+@pytest.mark.parametrize("split", ["heads", "replicas", "a stage without layers"])
+def test_each_rank_touches_its_shards_of_what_a_request_used(make_host, places, split):
+    """Also if its memory had them: each machine may have a directory, which evicts by use."""
+    world_size = SPLITS[split][1]
+    host = store(start(make_host, places.directories(world_size), split))
+    touched = [[] for _ in host.parts]
+    for part, keys in zip(host.parts, touched, strict=True):
+        part.store.touch = keys.extend
+        part.store.read = None  # calls fail
+    assert host.run("again", PROMPT).num_external_tokens == 40
+    names = [
+        shard_keys(host, rank) if host.ranks[rank].worker._rows.own else []
+        for rank in range(world_size)
+    ]
+    wait_for(lambda: (host.step([]), all(map(ends_with, touched, names)))[1])
+
+
+def ends_with(keys, names) -> bool:
+    return keys[len(keys) - len(names) :] == names
 
 
 def test_replicas_that_share_memory_write_one_shard(make_host, places):

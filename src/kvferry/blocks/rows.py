@@ -41,16 +41,19 @@ class RankRows:
         self._shard = shard
         self.schema = schema
         self.own = schema.of_shard(shard.groups)
-        self._held: list[tuple[RowRange, int, int]] = []  # by group, and where in a slot
-        offset = schema.head_bytes
+        # By group: the rows in the record, and in one of this rank's rows alone; where in a slot.
+        self._held: list[tuple[RowRange, RowRange, int, int]] = []
+        offset, number = schema.head_bytes, 0
         for index, (group, held) in enumerate(zip(groups, shard.groups, strict=True)):
             rows = _rows_of(index, held.layers, held.heads, group.num_kv_heads)
             start, offset = offset, offset + schema.num_bytes_of(rows)
-            self._held.append((rows, start, offset))
+            alone = RowRange(number, 0, (rows.stop - rows.start) * rows.num_runs)
+            number += start < offset  # a group of which it holds nothing is no component
+            self._held.append((rows, alone, start, offset))
         self.slot_bytes = offset
         self._written = [
             (run, at + start, at + stop)
-            for rows, at, end in self._held
+            for rows, _, at, end in self._held
             if at < end and shard.groups[rows.component].writes
             for run, start, stop in schema.runs_of(rows)
         ]
@@ -73,12 +76,13 @@ class RankRows:
         return slot[: self.schema.head_bytes]
 
     def rows_of(
-        self, slot: memoryview, groups: Container[int]
+        self, slot: memoryview, groups: Container[int], *, of_shard: bool = False
     ) -> list[tuple[RowRange, memoryview]]:
-        """Return this rank's rows in each of some groups, with their part of a slot."""
+        """Return this rank's rows in each of some groups, with their part of a slot; as they are
+        numbered in the record, or in that of the rank's rows alone, its shard."""
         return [
-            (rows, slot[start:stop])
-            for rows, start, stop in self._held
+            (alone if of_shard else rows, slot[start:stop])
+            for rows, alone, start, stop in self._held
             if rows.component in groups and start < stop
         ]
 
@@ -88,7 +92,7 @@ class RankRows:
 
     def group_rows(self, slot: memoryview, group: int) -> memoryview:
         """Return all rows of a group in a slot; their shape is `group_shape`."""
-        _, start, stop = self._held[group]
+        *_, start, stop = self._held[group]
         return slot[start:stop]
 
     def dtype_of(self, group: int) -> str:
@@ -123,45 +127,16 @@ class RankRows:
         These are all but those that another rank replicates and writes."""
         return self._written
 
-    def leaves(self, slot: memoryview, known: GroupLeaves) -> Leaves:
-        """Return the leaves of a slot's chunk, for the ranges of `spans` in their order. The device
-        has hashed the groups in `known`; the others are hashed here."""
-        parts = []
-        for group, component in enumerate(self.schema.components):
-            if self.writes_group(group):
-                found = known.get(group)
-                rows = self.group_rows(slot, group)
-                parts.append(leaves_of(component, rows) if found is None else found())
-        return joined(parts)
-
-    # -- records with this rank's rows alone: what a slot has behind the head of a whole record ---
-
-    def own_image(self, slot: memoryview) -> memoryview:
-        """Return the payload of the rank's own record."""
-        return slot[self.schema.head_bytes : self.slot_bytes]
-
-    def own_rows(
-        self, slot: memoryview, groups: Container[int]
-    ) -> list[tuple[RowRange, memoryview]]:
-        """Return as `rows_of`, with the ranges that the rows have in the rank's own record."""
-        found = []
-        number = 0
-        for rows, start, stop in self._held:
-            if start == stop:
-                continue
-            if rows.component in groups:
-                num_rows = (rows.stop - rows.start) * rows.num_runs
-                found.append((RowRange(number, 0, num_rows), slot[start:stop]))
-            number += 1
-        return found
-
-    def own_leaves(self, slot: memoryview, known: GroupLeaves) -> Leaves:
-        """Return as `leaves`, for all rows of the rank, also those that another one writes, too."""
+    def leaves(self, slot: memoryview, known: GroupLeaves, *, of_shard: bool = False) -> Leaves:
+        """Return the leaves of a slot's chunk, for the ranges of `spans` in their order; of a
+        shard, for all rows of the rank, also those that another one writes. The device has hashed
+        the groups in `known`; the others are hashed here."""
         parts = []
         for group, component in enumerate(self.schema.components):
             rows = self.group_rows(slot, group)
-            found = known.get(group) if rows.nbytes else None
-            parts.append(leaves_of(component, rows) if found is None else found())
+            if rows.nbytes and (of_shard or self.writes_group(group)):
+                found = known.get(group)
+                parts.append(leaves_of(component, rows) if found is None else found())
         return joined(parts)
 
 

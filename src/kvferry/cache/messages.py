@@ -34,9 +34,6 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     groups: tuple[int, ...]
     looks_at_values: bool = False
     """Whether NaN and Inf are wrong. Nothing with them is stored, but it was by older releases."""
-    is_whole: bool = True
-    """Where ranks write shards: whether the whole record is tried first, then the rank's shard; or
-    the other way round."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -111,6 +108,10 @@ class CachePlan(Plan, frozen=True, kw_only=True, tag=True):
     that could not, as its load had failed, would leave the others' shards with wrong KV."""
     discards: tuple[tuple[bytes, str, bytes], ...] = ()
     """Chunks whose shards each rank takes out of its store: key, why, and namespace."""
+    touches: tuple[bytes, ...] = ()
+    """Chunks that requests have used, in the order of their prompts. Each rank that is apart
+    touches its shards, as its store may be one of its own, and reads do not show what ranks hold in
+    memory."""
 
     def filled_blocks(self) -> frozenset[int]:
         sync = [load for load in self.loads if not load.is_async]

@@ -228,6 +228,8 @@ class RecordClient:
             image=image,
         )
         reason = read_record(self._store, named.schema, read, self._observer, deadline)
+        if reason is not None:
+            self._observer.count(f"miss_{reason}")
         kept = False
 
         def copy() -> None:

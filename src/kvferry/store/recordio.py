@@ -79,7 +79,7 @@ def read_record(
     faults: list[StoreError] | None = None,
 ) -> ReadFault | None:
     """Read and verify parts of a record, in the namespace of its schema; None if all that was read
-    is right. What the store raised is appended to `faults`.
+    is right. What the store raised is appended to `faults`. The caller counts the miss.
 
     A wrong record is read once more, since another process may have replaced it meanwhile. If it is
     wrong again, it is discarded from the store.
@@ -93,10 +93,7 @@ def read_record(
         reason = ReadFault.IO_ERROR
         if faults is not None:
             faults.append(error)
-    if reason is None:
-        return None
-    observer.count(f"miss_{reason}")
-    if reason.is_corruption:
+    if reason is not None and reason.is_corruption:
         observer.count("records_corrupt")
         store.discard(read.key, reason)
     return reason

@@ -32,6 +32,7 @@ from kvferry.blocks.tolerance import (
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.hold import Hold
 from kvferry.cache.deciding.host_pool import HostPool, Slot
+from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
 from kvferry.record.check import ReadFault
@@ -97,10 +98,11 @@ class Audits:
     Args:
         pool: assigns the slots.
         withdraw: ends the searches that were promised one of these chunks.
+        ranks: knows whether they are apart.
 
     Attributes:
-        are_apart: whether ranks are on several machines.
-        discards: what the next plan has them take out of their stores; it clears them.
+        discards: what the next plan has ranks that are apart take out of their stores; it clears
+            them.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class Audits:
         context: RoleContext,
         pool: HostPool,
         withdraw: Callable[[Collection[ChunkKey]], None],
+        ranks: RankSlots,
     ) -> None:
         self._context = context
+        self._ranks = ranks
         self._pool = pool
         self._withdraw = withdraw
         option = context.config.audit
@@ -123,7 +127,6 @@ class Audits:
         self._has_told = False  # of a doubtful difference
         self._running: dict[int, Audit] = {}  # by the slot of the copy
         self._unchecked: list[Load] = []
-        self.are_apart = False
         self.discards: list[tuple[bytes, str, bytes]] = []
         self._thread = IOPool(1, "kvferry-discard")
 
@@ -258,7 +261,7 @@ class Audits:
             slot = self._pool.find(key)
             if slot is not None:
                 self._pool.give_up(slot)
-        if self.are_apart:
+        if self._ranks.are_apart:
             self.discards += [(key, why, namespace) for key in keys]
         store = self._context.store.in_namespace(namespace)
 

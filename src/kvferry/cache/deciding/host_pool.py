@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.cache.deciding.loans import Loans
@@ -345,12 +345,9 @@ class HostPool:
             slot.filling, slot.num_filling = NO_GROUPS, 0
             self._num_filling -= 1
 
-    def pop_orders(
-        self, sent: Callable[[Iterable[Fetch]], tuple[Fetch, ...]] = tuple
-    ) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
-        """Take the orders for the next plan: fetches as they are `sent`, and slots whose fetch is
-        cancelled. If `sent` raises, none is taken."""
-        orders = sent(self._fetches.values()), tuple(self._cancels)
+    def pop_orders(self) -> tuple[tuple[Fetch, ...], tuple[int, ...]]:
+        """Take the orders for the next plan: fetches, and slots whose fetch is cancelled."""
+        orders = tuple(self._fetches.values()), tuple(self._cancels)
         self._fetches, self._cancels = {}, []
         self._copies.clear()
         return orders

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvferry.cache.deciding.sharded_store import ShardedStore
+from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
@@ -21,11 +21,12 @@ MAX_WAITING = 1 << 16
 
 class RequestPins:
     """The pins that requests ask for: they keep the chunks of a prompt from eviction once these are
-    stored. `add` and `stored` run in the scheduler thread; a thread of its own does the I/O."""
+    stored, and their shards. `add` and `stored` run in the scheduler thread; a thread of its own
+    does the I/O."""
 
-    def __init__(self, store: Store, observer: Observer) -> None:
+    def __init__(self, store: Store, ranks: RankSlots, observer: Observer) -> None:
         self._store = store
-        self._names_of = store.names_of if isinstance(store, ShardedStore) else list[ChunkKey]
+        self._ranks = ranks
         self._observer = observer
         self._waiting: OrderedDict[ChunkKey, float] = OrderedDict()
         self._thread = IOPool(1, "kvferry-pin")
@@ -52,7 +53,7 @@ class RequestPins:
                 # A tier cannot be changed, or clients have pinned enough there.
                 with suppress(ConfigError, StoreError):
                     if isinstance(found, Indexed):
-                        found.pin(self._names_of(keys), until, by_client=True)
+                        found.pin(self._ranks.names_of(keys), until, by_client=True)
                         is_pinned = True
             if not is_pinned:
                 self._observer.count("pins_refused")

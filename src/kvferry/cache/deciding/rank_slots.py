@@ -9,7 +9,7 @@ is decided once all ranks have reported, as chunks are found by the first shard 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry.blocks.rows import RankRecords
@@ -20,9 +20,12 @@ from kvferry.errors import TransferError
 from kvferry.keys import ShardKeys
 from kvferry.record.checksum import CHECKSUM
 from kvferry.record.schema import RecordSchema
-from kvferry.types import RankShard
+from kvferry.types import ChunkKey, RankShard
 
 logger = logging.getLogger(__name__)
+
+MAX_LACKING = 1 << 16
+"""Most chunks that are known to lack a shard."""
 
 
 class _Slots(NamedTuple):
@@ -46,8 +49,8 @@ class _Part(NamedTuple):
 
 
 class RankSlots:
-    """The opened slots of all ranks. Only the scheduler thread calls `learn`; the other methods may
-    be called from any thread.
+    """The opened slots of all ranks. Only the scheduler thread calls `learn`, `lacks`, `stored` and
+    `counts`; the other methods may be called from any thread.
 
     Args:
         records_of: returns what a rank holds of records, given its shard.
@@ -58,7 +61,7 @@ class RankSlots:
         identity: has the namespace that all ranks must begin with.
 
     Attributes:
-        are_apart: whether ranks are on several machines, and their records shards.
+        are_apart: whether ranks are on several machines, and their records shards. Never unset.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class RankSlots:
         self._shards: dict[int, ShardKeys] = {}
         self._note_shard(shard)
         self._unopened: dict[int, TransferError] = {}
-        self.are_apart = self._is_told = False
+        self.are_apart = False
+        # Chunks that not all ranks have stored, as far as this process knows.
+        self._lacking: dict[ChunkKey, None] = {}
         # By record: -1 is a chunk's, as everywhere.
         self._parts: tuple[tuple[_Part, ...], ...] | None = None
 
@@ -94,6 +99,28 @@ class RankSlots:
         rows once they are apart. Any thread."""
         shards = self._shards  # replaced, never changed
         return [shards[rank] for rank in sorted(shards)]
+
+    def names_of(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Return the keys, and those of all shards of these records. Any thread."""
+        shards = self.shards if self.are_apart else []
+        return [name for key in keys for name in (key, *(shard.of(key) for shard in shards))]
+
+    def lacks(self, key: ChunkKey) -> None:
+        """Note that ranks begin to write shards of a chunk, or one lacks its own: none counts until
+        all are `stored`. Does nothing before ranks are apart."""
+        if self.are_apart:
+            if len(self._lacking) >= MAX_LACKING:
+                del self._lacking[next(iter(self._lacking))]
+            self._lacking[key] = None
+
+    def stored(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that all ranks have stored their shards of some chunks."""
+        for key in keys:
+            self._lacking.pop(key, None)
+
+    def counts(self, key: ChunkKey) -> bool:
+        """Whether the shard of the first rank stands for all."""
+        return self.are_apart and key not in self._lacking
 
     def learn(self, region: SlotRegion) -> str:
         """Open the slots that a rank reports, unless that was tried before. Never waits. If it
@@ -125,7 +152,7 @@ class RankSlots:
             )
         self._open(region)
         self._regions[region.shard.rank] = region
-        if self._unopened and len(self._regions) == self._world_size:
+        if self._unopened and not self.are_apart and len(self._regions) == self._world_size:
             self._be_apart(*next(iter(self._unopened.items())))
         for rank, each in self._regions.items():
             first = self._regions.get(rank - rank % each.shard.num_replicas)
@@ -162,10 +189,7 @@ class RankSlots:
             self._parts = tuple(map(self._in_file_order, numbers))
 
     def _be_apart(self, rank: int, error: TransferError) -> None:
-        """Take ranks as apart, and say so once."""
-        if self._is_told:
-            return
-        self._is_told = True
+        """Take ranks as apart, and say so."""
         if len(self._schemas) > 1:
             logger.warning(
                 "nothing is stored, as the slots of rank %d cannot be opened (%s), and this model "

@@ -17,7 +17,6 @@ from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.request import Request
 from kvferry.cache.deciding.requests import Requests
-from kvferry.cache.deciding.sharded_store import ShardedStore
 from kvferry.cache.deciding.shared_writes import SharedWrites
 from kvferry.cache.messages import (
     Filled,
@@ -60,7 +59,6 @@ class Saves:
         shared_writes: writes the records that several ranks hold together.
         announcer: as given.
         failures_known: see `CachePlan.failures_known`.
-        are_apart: whether ranks write shards: see `CachePlan.are_apart`.
         pins: the chunks that requests ask to keep.
     """
 
@@ -86,11 +84,8 @@ class Saves:
         self._has_forgotten_parts = False
         self._await_until = 0.0
         self.failures_known: tuple[int, ...] = ()
-        self.pins = RequestPins(context.store, context.observer)
-        # Of several ranks. Those may turn out to be apart, and then write shards.
-        store = context.store
-        self._shards = store if isinstance(store, ShardedStore) else None
-        self.are_apart = False
+        self._ranks = shared_writes.ranks
+        self.pins = RequestPins(context.store, self._ranks, context.observer)
 
     def begin_epoch(self) -> None:
         """Announce that this engine no longer reads what it stored before."""
@@ -276,7 +271,7 @@ class Saves:
     def _expect_write(self, slot: Slot) -> None:
         if not self._is_alone:
             self.shared_writes.begin(slot, self._requests.namespace)
-        self.lacks(slot.key)
+        self._ranks.lacks(slot.key)
 
     def has(self, key: ChunkKey, request: Request) -> bool:
         """Whether a chunk is held, on its way, or stored. If another engine continues the request,
@@ -335,7 +330,7 @@ class Saves:
             if slot is not None:
                 self._learn_sealed(report.rank, slot, sealed)
         for saved in report.saved:
-            if not self.are_apart:
+            if not self._ranks.are_apart:
                 self._learn_saved(saved.slot, saved.result, saved.fault)
                 continue
             said = Put(PutResult(saved.result), saved.fault)
@@ -401,29 +396,20 @@ class Saves:
             self._announce_failed(slot.key)
             return
         self._requests.refused.discard(slot.key)
-        if self._is_alone or self.are_apart:
+        if self._is_alone or self._ranks.are_apart:
             self._context.store.learn([slot.key])
         self.pins.stored(slot.key)
         if result == PutResult.STORED:
             self._requests.unreadable.discard(slot.key)
 
-    def lacks(self, key: ChunkKey) -> None:
-        """Note that a rank lacks its shard: the chunk is stored again when it is computed."""
-        if self.are_apart and self._shards is not None:
-            self._shards.expect(key)
-
-    def divide(self) -> bool:
-        """If ranks turned out to be apart, have them write shards from now on: what they hashed for
-        this process is offered again. Whether that is new."""
-        if self.are_apart or self._shards is None or not self._shards.is_divided:
-            return False
-        self.are_apart = True
+    def be_apart(self) -> None:
+        """Have ranks write shards from now on: what they hashed for this process is offered
+        again."""
         given_up = self.shared_writes.abort_all()
         for slot in given_up:
             self._pool.end_write(slot)
             self._pool.give_up(slot)
         self._offer_again([slot.key for slot in given_up])
-        return True
 
     def poll_writes(self) -> None:
         """Learn which records of several ranks this process has written."""

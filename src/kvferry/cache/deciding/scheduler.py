@@ -120,7 +120,9 @@ class CacheScheduler(SchedulerRole):
         namespace = self._state.namespace or schema.namespace
         self.requests = Requests(namespace, schema.chunk_tokens, context.clock)
         self._weights = WeightsFile(config.weights_version_file, context.clock)
-        self.audits = Audits(context, pool, self.requests.withdraw)
+        self._ranks = shared_writes.ranks
+        self._touches: list[bytes] = []  # for the next plan
+        self.audits = Audits(context, pool, self.requests.withdraw, self._ranks)
         unreadable = self.requests.unreadable
         patience = ProducerWaits(config.load_timeout_seconds, context.store.url)
         self._searches = Searches(context, pool, unreadable, self.policy, self.audits, patience)
@@ -361,15 +363,15 @@ class CacheScheduler(SchedulerRole):
         timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
         self.requests.planned()
         audits = self.audits
-        has_orders = audits.has_unchecked or audits.discards or self.saves.shared_writes.orders
+        touches, orders = self._touches, self.saves.shared_writes.orders
+        has_orders = audits.has_unchecked or audits.discards or orders or touches
         if not (loads or saves or has_orders or timed or self.pool.has_work):
             return EMPTY_PLAN
         number, first = next(self._plan_numbers), self.identity.first
         # Last, as no later plan has them: what follows calls nothing that can raise.
         unchecked = self.audits.take_unchecked()
-        writes, discards = self.saves.shared_writes.orders, audits.discards
-        with_shards = self._searches.with_shards if self.saves.are_apart else tuple
-        fetches, cancels = self.pool.pop_orders(with_shards)
+        discards = audits.discards
+        fetches, cancels = self.pool.pop_orders()
         plan = CachePlan(
             pool=self.pool.pool_id,
             number=number,
@@ -382,12 +384,14 @@ class CacheScheduler(SchedulerRole):
             timed=timed,
             namespace=self.requests.namespace,
             first_namespace=first,
-            are_apart=self.saves.are_apart,
-            writes=tuple(writes),
+            are_apart=self._ranks.are_apart,
+            writes=tuple(orders),
             discards=tuple(discards),
+            touches=tuple(touches),
         )
-        writes.clear()
+        orders.clear()
         discards.clear()
+        touches.clear()
         return plan
 
     def _find_running(self, step: StepView) -> list[tuple[ScheduledRequest, Request]]:
@@ -477,9 +481,10 @@ class CacheScheduler(SchedulerRole):
                 self._stop(why)
 
     def _learn_region(self, region: SlotRegion) -> str:
+        were_apart = self._ranks.are_apart
         why = self.pool.loans.learn(region)
-        if self.saves.divide():
-            self.audits.are_apart = True
+        if self._ranks.are_apart and not were_apart:
+            self.saves.be_apart()
             self._searches.begin_epoch(self.requests.namespace)  # shards are found from now on
             for request in self.requests.by_id.values():
                 if request.probed_at is not None:
@@ -502,8 +507,8 @@ class CacheScheduler(SchedulerRole):
             if slot is not None:
                 missed[slot.key] = filled
                 if filled.missed == ReadFault.ABSENT:
-                    self.saves.lacks(slot.key)
-                if self.saves.are_apart:
+                    self._ranks.lacks(slot.key)
+                if self._ranks.are_apart:
                     why = f"rank {report.rank}: {filled.detail or filled.missed}"
                     missed[slot.key] = structs.replace(filled, detail=why)
         if missed:
@@ -554,6 +559,8 @@ class CacheScheduler(SchedulerRole):
         # first.
         used = self.saves.with_states(request.keys.keys)
         self.context.store.touch(used)
+        if self._ranks.are_apart:
+            self._touches += used
         self.pool.touch(used)
         if view.options.pin > 0.0:
             num_chunks = view.num_prompt_tokens // request.keys.chunk_tokens

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from msgspec.structs import replace
-
 from kvferry.cache.config import RoleContext
 from kvferry.cache.deciding.audits import Audits
 from kvferry.cache.deciding.failed_keys import RETRY_SECONDS, UNREADABLE_SECONDS, FailedKeys
@@ -24,9 +22,7 @@ from kvferry.cache.deciding.search import (
     Settled,
     Wanted,
 )
-from kvferry.cache.deciding.sharded_store import ShardedStore
 from kvferry.cache.deciding.survey import Surveyor
-from kvferry.cache.messages import Fetch as FetchOrder
 from kvferry.cache.messages import Filled, SlotChunk
 from kvferry.contract.messages import ASK_AGAIN, LookupMiss, LookupResult
 from kvferry.keys import ChunkKeys, state_keys
@@ -104,14 +100,6 @@ class Searches:
         size = num_parts * max(1, STATE_KEYS // num_parts)
         for first in range(0, min(len(parts), size * STATE_QUESTIONS), size):
             self._store.probe(parts[first : first + size])
-
-    def with_shards(self, fetches: Iterable[FetchOrder]) -> tuple[FetchOrder, ...]:
-        """Say of each fetch whether ranks find the whole record, or rather their shards."""
-        store = self._store
-        assert isinstance(store, ShardedStore), "only then ranks are apart"
-        return tuple(
-            replace(fetch, is_whole=store.has_whole(ChunkKey(fetch.chunk.key))) for fetch in fetches
-        )
 
     def none(self) -> Search:
         """The search of a request that was never looked up."""

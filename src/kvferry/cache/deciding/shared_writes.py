@@ -52,6 +52,7 @@ class SharedWrites:
         schemas: layouts of the records, as `ranks` has them; each has its own namespace.
 
     Attributes:
+        ranks: as given.
         orders: chunks whose shards the next plan has the ranks write; it clears them.
     """
 
@@ -67,7 +68,7 @@ class SharedWrites:
         self._observer = context.observer
         self._world_size = context.spec.shard.world_size
         self._pool = pool
-        self._ranks = ranks
+        self.ranks = ranks
         self._schemas = tuple(schemas)
         self._records: dict[int, _SharedRecord] = {}
         self.orders: list[SlotChunk] = []
@@ -85,7 +86,7 @@ class SharedWrites:
             record.digests[rank] = digests
             if len(record.digests) < self._world_size:
                 return
-            if self._ranks.are_apart:
+            if self.ranks.are_apart:
                 record.is_ordered = True
                 self.orders.append(SlotChunk(slot.index, slot.key, slot.first_token))
             else:
@@ -152,13 +153,13 @@ class SharedWrites:
         """Seal and write a record. Runs in: I/O thread."""
         slot = record.slot
         number = slot.part
-        parts = self._ranks.record(slot.index, number)
-        table = self._ranks.leaf_table(record.digests, number)
+        parts = self.ranks.record(slot.index, number)
+        table = self.ranks.leaf_table(record.digests, number)
         if parts is None or table is None:
             self._observer.count("save_failed")
             return Put.failed(UNWRITTEN)
         schema = self._schemas[number].with_namespace(record.namespace)
         head = schema.encode_head(slot.key, slot.first_token, table, slot.mark)
-        self._ranks.seal(slot.index, head, number)
+        self.ranks.seal(slot.index, head, number)
         record.is_sealed = True
         return write_sealed(self._store, record.namespace, slot.key, parts, self._observer)

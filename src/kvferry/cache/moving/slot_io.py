@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRecords, RankRows
@@ -88,7 +89,7 @@ class SlotIO:
         self.pool = IOPool(max(2, context.config.io_threads), "kvferry-io")
         self.hash_pool = IOPool(1, "kvferry-seal")
 
-    def divide(self) -> None:
+    def be_apart(self) -> None:
         """Read and write shards from now on: ranks are on several machines."""
         self.are_apart = True
         own = self._records.rows.own
@@ -151,9 +152,7 @@ class SlotIO:
             image=rows.image_of(memory) if is_whole else None,
             looks_at_values=fetch.looks_at_values,
         )
-        tries = [(rows.schema, record)]
-        if self.are_apart:
-            tries = self._with_shard(tries, rows, memory, groups, is_whole=fetch.is_whole)
+        tries = self._tries(record, rows, memory, groups)
 
         def run(job: Job[Filled]) -> Filled:
             if not mark.wait(self._bounds.device_seconds):
@@ -170,42 +169,36 @@ class SlotIO:
                 found = read_record(
                     self._store, schema, record, self._observer, deadline, faults=faults
                 )
-                if found is None and record.of:
-                    # The scheduler role touches shards of the first rank only.
-                    self._store.touch((record.key,))
                 if found is None or missed in (None, ReadFault.ABSENT):
                     missed = found  # what is wrong with one says more than that the other lacks
                 if found is None or found is ReadFault.IO_ERROR:
                     break
+            if missed is not None:
+                self._observer.count(f"miss_{missed}")
             seconds = 0.0 if missed else time.monotonic() - started
             said, kind = "; ".join(map(str, faults)), faults[0].fault.kind if faults else ""
             return Filled(chunk.slot, missed, seconds, detail=said, kind=kind)
 
         self._reads[chunk.slot] = (fetch, self.pool.submit(run))
 
-    def _with_shard(
-        self,
-        whole: list[tuple[RecordSchema, RecordRead]],
-        rows: RankRows,
-        memory: memoryview,
-        groups: frozenset[int],
-        *,
-        is_whole: bool,
+    def _tries(
+        self, whole: RecordRead, rows: RankRows, memory: memoryview, groups: frozenset[int]
     ) -> list[tuple[RecordSchema, RecordRead]]:
-        """Return which records have a rank's rows of a chunk, in the order in which to try them."""
-        own, ((schema, record),) = rows.own, whole
+        """Return which records have a rank's rows of a chunk, in the order in which to try them:
+        the shard first, as ranks that are apart write those."""
+        own, tries = rows.own, [(rows.schema, whole)]
+        if not self.are_apart or own is rows.schema:
+            return tries
         if own is None:
             return []  # it holds none
-        if own is schema:
-            return whole
         shard = replace(
-            record,
-            key=self._names.of(record.key),
+            whole,
+            key=self._names.of(whole.key),
             head=memoryview(bytearray(own.head_bytes)),
-            rows=rows.own_rows(memory, groups),
-            of=record.key,
+            rows=rows.rows_of(memory, groups, of_shard=True),
+            of=whole.key,
         )
-        return [*whole, (own, shard)] if is_whole else [(own, shard), *whole]
+        return [(own, shard), *tries]
 
     def _await_readers(self, slot: int) -> None:
         deadline = time.monotonic() + self._bounds.device_seconds
@@ -237,16 +230,10 @@ class SlotIO:
         schema = rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
         save = self._saves[chunk.slot] = _Save(chunk, gathered)
-        is_shard = self.are_apart
+        seal = partial(self._seal_shard, own=rows.own) if self.are_apart else self._seal
         # A step may wait for a comparison, so that goes before the seals that wait.
-        own = rows.own
         save.hash = self.hash_pool.submit(
-            lambda _job: (
-                self._seal_shard(save, gathered, rows, schema, own)
-                if is_shard
-                else self._seal(save, gathered, rows, schema)
-            ),
-            can_wait=True,
+            lambda _job: seal(save, gathered, rows, schema), can_wait=True
         )
 
     def _seal(
@@ -278,14 +265,15 @@ class SlotIO:
         gathered: Gathered,
         rows: RankRows,
         schema: RecordSchema,
+        *,
         own: RecordSchema | None,
     ) -> Sealed:
         """Hash what this rank holds of a chunk, and prepare the write of that. Runs in: hash
         thread."""
-        chunk, memory = save.chunk, self._memory.slot(save.chunk.slot)
+        chunk, image = save.chunk, rows.image_of(self._memory.slot(save.chunk.slot))
         if not gathered.mark.wait(self._bounds.device_seconds):
             raise TransferError(f"a chunk was not copied out in {self._bounds.device_seconds} s")
-        found = rows.own_leaves(rows.image_of(memory), gathered.leaves)
+        found = rows.leaves(image, gathered.leaves, of_shard=True)
         if not found.are_finite:
             return Sealed(chunk.slot, None, is_finite=False)
         whole = ChunkKey(chunk.key)
@@ -297,7 +285,7 @@ class SlotIO:
         def write(_job: Job[Saved]) -> Saved:
             if own is None:  # it holds nothing
                 return Saved(chunk.slot, PutResult.EXISTS)
-            parts = [memoryview(head), rows.own_image(memory)]
+            parts = [memoryview(head), image[schema.head_bytes :]]
             answer = write_sealed(self._store, schema.namespace, key, parts, self._observer)
             return Saved(chunk.slot, *answer)
 
@@ -324,6 +312,14 @@ class SlotIO:
                 store.discard(name, why)
 
         self.pool.submit(discard, can_wait=True)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Touch this rank's shards of some chunks. Never blocks."""
+
+        def touch(_job: Job[None]) -> None:
+            self._store.touch([self._names.of(ChunkKey(key)) for key in keys])
+
+        self.pool.submit(touch, can_wait=True)
 
     # -- reports --------------------------------------------------------------------------------
 

@@ -225,17 +225,13 @@ class CacheWorker(WorkerRole):
             self._ended.pool = plan.pool
         self._ended.timed = plan.timed
         self._saved = False
-        if plan.are_apart and not self.io.are_apart:
-            self.io.divide()
         if plan.namespace not in (None, self._rows.schema.namespace):
             self._records.switch_namespace(plan.namespace)
         self._to_begin.extend(plan.fetches)
         for load in plan.unchecked:
             self._take_back(load)
-        for chunk in plan.writes:
-            self._write_shard(chunk)
-        for key, why, namespace in plan.discards:
-            self.io.discard(ChunkKey(key), why, namespace)
+        if plan.are_apart:
+            self._begin_apart(plan)
         for slot in plan.cancels:
             self.io.cancel(slot)
         while self._to_begin:
@@ -250,6 +246,17 @@ class CacheWorker(WorkerRole):
             self._ended.filled.append(Filled(fetch.chunk.slot))
         else:
             self.io.fetch(fetch)
+
+    def _begin_apart(self, plan: CachePlan) -> None:
+        """Do what a plan has only ranks do that are on several machines."""
+        if not self.io.are_apart:
+            self.io.be_apart()
+        for chunk in plan.writes:
+            self._write_shard(chunk)
+        for key, why, namespace in plan.discards:
+            self.io.discard(ChunkKey(key), why, namespace)
+        if plan.touches:
+            self.io.touch(plan.touches)
 
     def _write_shard(self, chunk: SlotChunk) -> None:
         if self._replicas.loads_only:  # the first rank that holds the same writes it
