@@ -14,6 +14,7 @@ import pytest
 
 import kvferry
 from kvferry.adapters.transformers import StoredKV
+from kvferry.cache import memory
 from kvferry.cache.deciding.weights_file import WeightsFile
 from kvferry.engine.generation import SamplingParams
 from kvferry.engine.llm import LLM
@@ -29,6 +30,7 @@ from kvferry.testing.models import make_tiny_model
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey
 from tests.adapters.sglang import host
+from tests.cache.hosts import make_shared_storage_host
 
 with host.installed():
     from kvferry.adapters.sglang import KVFerryStorage
@@ -212,3 +214,28 @@ def test_each_thread_that_keeps_its_object_alive_is_ended_by_an_owner():
     peers. A new one needs an owner with `end_when_dropped`, and a row."""
     known = ["Erasures", "PeerServer", "PeerServer", "TierThread", "Upkeep"]
     assert sorted(threads_of_objects()) == known
+
+
+def test_memory_of_an_engine_that_was_closed_is_freed_when_its_last_user_goes(tmp_path):
+    """Not at the next collection, which may be minutes later: it is gigabytes."""
+    url = f"file://{tmp_path}/store?max_bytes=1MiB"
+    options = {"store": url, "chunk_tokens": 8, "memory_bytes": 1 << 20}
+    before = set(memory._MADE_HERE)
+    gc.disable()
+    try:
+        engine, parts = make_shared_storage_host(options, world_size=2)
+        for request in ("cold", "warm"):
+            engine.run(request, range(64))
+            engine.settle()
+        caches = [cache for rank in engine.ranks for cache in rank.caches.values()]
+        used: list[object] = [cache.untyped_storage() for cache in caches]
+        used += [memory._MADE_HERE[name]._region for name in set(memory._MADE_HERE) - before]
+        assert len(used) == 2 * (2 + 1)  # layers, slots
+        known = [weakref.ref(each) for each in used]
+        engine.close()
+        for part in parts:
+            part.close()
+        del engine, parts, part, caches, used
+        wait_until(lambda: all(each() is None for each in known), "no thread uses it any more")
+    finally:
+        gc.enable()

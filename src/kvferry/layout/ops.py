@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -231,14 +231,46 @@ class _Spans(NamedTuple):
         return np.ndarray(shape, self.blocks.dtype, rows, offset, self.row_strides)
 
 
+def _spans_of(
+    views: Sequence[tuple[Segment, Array]],
+    layer: int,
+    shape: tuple[int, int, int, int],
+    first_slot: int,
+    num_slots: int,
+) -> tuple[_Spans, ...]:
+    found = []
+    for segment, view in views:
+        low, high = segment.layers_among(layer, shape[0])
+        if low >= high:
+            continue
+        token = shape[3] * segment.item
+        head = shape[2] * token
+        per_layer = shape[1] * head
+        offset = (low - layer) * per_layer + segment.part.start * segment.item
+        strides: tuple[int, ...] = (num_slots * token, per_layer, head, token, segment.item)
+        layers = slice(low - segment.first_layer, high - segment.first_layer)
+        blocks = view[layers, :, :, first_slot : first_slot + num_slots].swapaxes(0, 1)
+        span = segment.item
+        while len(strides) > 1 and (
+            blocks.shape[-1] == 1 or blocks.strides[-1] == strides[-1] == span
+        ):
+            span *= blocks.shape[-1]
+            if span > _MAX_SPAN:
+                break
+            blocks, strides = blocks.view((np.void, span))[..., 0], strides[:-1]
+        found.append(_Spans(blocks, offset, strides))
+    return tuple(found)
+
+
 class NumpyCopies:
     """Copies in the host's memory by numpy, which releases the GIL and starts no threads.
     Thread-safe. The class is a `MakeCopies`."""
 
     def __init__(self, parts: tuple[Segment, ...], storages: Mapping[int, torch.Tensor]) -> None:
-        self._views = [(each, view_of(each, storages).numpy()) for each in parts]
-        # Room for all keys of a geometry: pieces of a record, times slots of partial blocks.
-        self._spans = lru_cache(maxsize=4096)(self._compute_spans)
+        views = [(each, view_of(each, storages).numpy()) for each in parts]
+        # Room for all keys of a geometry: pieces of a record, times slots of partial blocks. A
+        # method in its place would keep the device's memory until the next collection.
+        self._spans = lru_cache(maxsize=4096)(partial(_spans_of, views))
 
     def scatter(self, rows: Array, layer: int, runs: Sequence[BlockRun], first_token: int) -> None:
         for run in runs:
@@ -257,32 +289,6 @@ class NumpyCopies:
                 # Block by block: reading through an index array would copy twice.
                 for position, block in enumerate(run.blocks):
                     target[position : position + 1] = spans.blocks[block : block + 1]
-
-    def _compute_spans(
-        self, layer: int, shape: tuple[int, int, int, int], first_slot: int, num_slots: int
-    ) -> tuple[_Spans, ...]:
-        found = []
-        for segment, view in self._views:
-            low, high = segment.layers_among(layer, shape[0])
-            if low >= high:
-                continue
-            token = shape[3] * segment.item
-            head = shape[2] * token
-            per_layer = shape[1] * head
-            offset = (low - layer) * per_layer + segment.part.start * segment.item
-            strides: tuple[int, ...] = (num_slots * token, per_layer, head, token, segment.item)
-            layers = slice(low - segment.first_layer, high - segment.first_layer)
-            blocks = view[layers, :, :, first_slot : first_slot + num_slots].swapaxes(0, 1)
-            span = segment.item
-            while len(strides) > 1 and (
-                blocks.shape[-1] == 1 or blocks.strides[-1] == strides[-1] == span
-            ):
-                span *= blocks.shape[-1]
-                if span > _MAX_SPAN:
-                    break
-                blocks, strides = blocks.view((np.void, span))[..., 0], strides[:-1]
-            found.append(_Spans(blocks, offset, strides))
-        return tuple(found)
 
 
 def _index(blocks: range | tuple[int, ...]) -> slice | Array:

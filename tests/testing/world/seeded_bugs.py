@@ -241,8 +241,8 @@ BUGS = (
     Bug("the reader of notices does not end", "store/erasures.py",
         "        self._closing.set()\n        if", "        if"),
     Bug("what was erased stays in memory", "cache/deciding/erased.py",
-        "        self._pool.erase(\n            lambda slot: not names.isdisjoint"
-        "(names_of(namespace, slot.key, slot.mark))\n        )\n", ""),
+        "        pool.erase(lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark)))\n",
+        ""),
     Bug("what was erased is written again", TIER,
         "        return self.erasures is not None and self.erasures.refuses(value)",
         "        return False",
@@ -283,10 +283,10 @@ BUGS = (
               "            self._take_out((slot.key,), ReadFault.NOT_FINITE,"
               " self._requests.namespace)"),)),
     Bug("had: a fault before a plan is begun leaves its loads to the next one", SCHEDULER,
-        "            self._erased.heed()\n            if step.pre", "            if step.pre",
+        "            self._erased.heed(self.requests, self.pool)\n            if step.pre", "            if step.pre",
         (Edit(SCHEDULER, "    def build_plan(self, step: StepView) -> Plan:\n",
               "    def build_plan(self, step: StepView) -> Plan:\n"
-              "        self._erased.heed()\n"),)),
+              "        self._erased.heed(self.requests, self.pool)\n"),)),
     Bug("had: a fault while a search settles leaves pins without an owner", SEARCHES,
         "        search.state = Settled(hit, before)  # what the audit has pinned has an owner from"
         " here on\n", "",

@@ -20,29 +20,24 @@ class Erased:
 
     Args:
         store: hears what is erased.
-        requests, pool: those of the role.
     """
 
-    def __init__(self, store: Store, requests: Requests, pool: HostPool) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._requests = requests
-        self._pool = pool
         self._num_heeded = 0  # of the names that the store heard of
 
-    def heed(self) -> None:
+    def heed(self, requests: Requests, pool: HostPool) -> None:
         """Drop what was erased since the last call: from memory, and of live requests what is still
         to be saved. What a live request was promised is loaded; no other finds it."""
         pending = self._store.erased_since(self._num_heeded)
         if not pending:
             return
         names = frozenset(pending)
-        namespace = self._requests.namespace
-        for request in self._requests.by_id.values():
+        namespace = requests.namespace
+        for request in requests.by_id.values():
             if _is_of(names, namespace, request):
                 request.erase()
-        self._pool.erase(
-            lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark))
-        )
+        pool.erase(lambda slot: not names.isdisjoint(names_of(namespace, slot.key, slot.mark)))
         self._num_heeded += len(pending)
         logger.info("dropped from memory what a command erased (%d names)", len(names))
 

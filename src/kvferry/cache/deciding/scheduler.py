@@ -137,7 +137,7 @@ class CacheScheduler(SchedulerRole):
         self._handovers = Handovers(context, self.requests, self.saves, patience)
         self._accounts = Accounts(context, schema, journal)
         self._plan_numbers = count(1)
-        self._erased = Erased(context.store, self.requests, pool)
+        self._erased = Erased(context.store)
         pool.loans.is_erased = self._erased.covers
         self._has_looked_up = False  # in this step
         self._reads, self._writes = Mode.READ in spec.mode, Mode.WRITE in spec.mode
@@ -236,7 +236,7 @@ class CacheScheduler(SchedulerRole):
     def lookup(self, view: RequestView, num_local_tokens: int) -> LookupResult:
         self._follow_identity()
         if not self._has_looked_up:  # before any hit of this step is promised
-            self._erased.heed()
+            self._erased.heed(self.requests, self.pool)
             self._has_looked_up = True
         refusal = self._refusal(view)
         if refusal is not None:
@@ -328,7 +328,7 @@ class CacheScheduler(SchedulerRole):
             if self.identity.state is not self._state:  # asked twice, as every step comes here
                 self._follow_identity()
             self._has_looked_up = False
-            self._erased.heed()
+            self._erased.heed(self.requests, self.pool)
             if step.preempted_request_ids:
                 self._preempt(step)
             return self._plan(step)
