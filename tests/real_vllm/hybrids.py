@@ -99,9 +99,9 @@ def options_of(arch: str) -> dict[str, Any]:
     return options
 
 
-def write_hybrid(root: Path, arch: str, **changes: Any) -> Path:
+def write_hybrid(root: Path, arch: str, *, seed: int = 5, **changes: Any) -> Path:
     """Write a model of random weights to `root`, with fields of its configuration changed; return
     its directory."""
     config = AutoConfig.for_model(arch, **{**SHAPE, **MODELS[arch], **changes})
     build = partial(AutoModelForCausalLM.from_config, config)
-    return write_random_model(root / arch, build, seed=5)
+    return write_random_model(root / arch, build, seed=seed)
