@@ -55,6 +55,8 @@ class Run(NamedTuple):
     """When the first chunk of the run was removed, seconds since the epoch."""
     by: str = ""
     """Which process removed it."""
+    num_bytes: int = 0
+    """Size of its records, as far as they are stored."""
 
 
 class Space(NamedTuple):
@@ -77,6 +79,8 @@ class Explanation(NamedTuple):
     """Runs that cover the whole prompt, in order."""
     states: tuple[int, ...] = ()
     """After how many of the leading tokens that are stored a state is stored, too."""
+    state_bytes: int = 0
+    """Size of the records of the last of them."""
 
     @property
     def hit_tokens(self) -> int:
@@ -284,8 +288,8 @@ class PromptSearch:
             self._ask(digest, key, Run(number * size, size)) for number, key in enumerate(keys.keys)
         ]
         parts = space.namespace.state_parts
-        states = self._end_at_a_state(digest, keys.keys, runs, parts) if parts else ()
-        return Explanation(space, _merged(self._judged(runs)), states)
+        states = self._end_at_a_state(digest, keys.keys, runs, parts) if parts else ((), 0)
+        return Explanation(space, _merged(self._judged(runs)), *states)
 
     def _with_shards(self, found: Explanation) -> Explanation:
         """Say of which absent chunks there are shards, as far as listings in time show any."""
@@ -313,22 +317,24 @@ class PromptSearch:
 
     def _end_at_a_state(
         self, namespace: bytes, keys: Sequence[ChunkKey], runs: list[Run], parts: int
-    ) -> tuple[int, ...]:
+    ) -> tuple[tuple[int, ...], int]:
         """Where a model keeps states, a hit ends with a chunk at whose end one is stored: mark the
-        leading chunks behind the last. Return after how many tokens states are stored."""
+        leading chunks behind the last. Return after how many tokens states are stored, and the size
+        of the last."""
         leading = next((n for n, run in enumerate(runs) if run.why is not None), len(runs))
-        ends = [
-            number
-            for number in range(leading)
-            if all(
-                self._ask(namespace, each, Run(0, 0)).why is None
-                for each in state_keys(keys[number], parts)
+        ends, size = [], 0
+        for number in range(leading):
+            asked = (
+                self._ask(namespace, each, Run(0, 0)) for each in state_keys(keys[number], parts)
             )
-        ]
+            found = list(takewhile(lambda each: each.why is None, asked))
+            if len(found) == parts:
+                ends.append(number)
+                size = sum(each.num_bytes for each in found)
         for number in range(ends[-1] + 1 if ends else 0, leading):
             missing = "no state is stored at its end"
             runs[number] = runs[number]._replace(why=LookupMiss.BEHIND, detail=missing)
-        return tuple(runs[number].first_token + runs[number].num_tokens for number in ends)
+        return tuple(runs[number].first_token + runs[number].num_tokens for number in ends), size
 
     def _judged(self, runs: list[Run]) -> list[Run]:
         """Complete the runs of the whole chunks. Only leading chunks are hits, and of these only
@@ -407,7 +413,7 @@ class PromptSearch:
         found = read_header(values, key)
         if isinstance(found, RecordInfo):
             if found.schema.namespace == namespace:
-                return run
+                return run._replace(num_bytes=found.schema.record_bytes)
             found = ReadFault.OTHER_RECORD
         if found is not ReadFault.ABSENT:
             return run._replace(why=LookupMiss.DAMAGED, detail=found)
@@ -438,7 +444,8 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
     """Merge neighbours with the same reason, detail and remover; keep the first one's time."""
     merged = []
     for _, group in groupby(runs, key=lambda run: (run.why, run.detail, run.by)):
-        first, *others = group
-        rest = sum(run.num_tokens for run in others)
-        merged.append(first._replace(num_tokens=first.num_tokens + rest))
+        alike = list(group)
+        num_tokens = sum(run.num_tokens for run in alike)
+        num_bytes = sum(run.num_bytes for run in alike)
+        merged.append(alike[0]._replace(num_tokens=num_tokens, num_bytes=num_bytes))
     return merged

@@ -35,6 +35,8 @@ FAMILIES: Mapping[str, Family] = {
     "miss_tokens": Family("Tokens to compute.", ("reason",)),
     "loaded_tokens": Family("Tokens copied from the cache into KV blocks, per rank."),
     "saved_bytes": Family("Bytes stored, per rank."),
+    "saved_state_bytes": Family("Bytes of recurrent states stored, of all ranks."),
+    "loaded_state_bytes": Family("Bytes of recurrent states promised with hits, of all ranks."),
     "save_failed": Family("Chunks that could not be stored."),
     "save_not_finite": Family("Chunks not stored, as their KV has NaN or Inf."),
     "save_no_slot": Family("Saves put off because the host pool had no slot."),

@@ -93,12 +93,16 @@ def test_states_take_no_more_room_than_kv_but_at_the_end_of_a_prompt(make_host):
     host = store(make_host, prompt)
     parts = host.caches[0].context.states.num_parts
     assert parts == 2
-    assert host.observer["states_saved"] == 6  # of twelve steps that end with a block
+    state_bytes = parts * host.caches[0].schema.record_bytes
+    # Of twelve steps that end with a block.
+    assert host.observer["saved_state_bytes"] == 6 * state_bytes
     assert host.observer["put_stored"] == 12 + 6 * parts
+    assert host.observer["loaded_state_bytes"] == 0
     host.run("again", [*prompt, *range(900, 900 + 3 * BLOCK)])
     host.settle()
-    assert host.observer["states_saved"] == 8
+    assert host.observer["saved_state_bytes"] == 8 * state_bytes
     assert host.observer["put_stored"] == 15 + 8 * parts
+    assert host.observer["loaded_state_bytes"] == state_bytes
 
 
 def truncate(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.adapters.transformers import StoredKV
+from kvferry.config import format_size
 from kvferry.engine.model import quiet_transformers
 from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.store.base import Where
@@ -84,13 +85,19 @@ def test_a_hit_is_explained_by_where_a_state_is(url, run, model_dir, prompt_file
     assert said["hit_tokens"] == 2 * CHUNK
     assert said["namespaces"][0]["states"] == [2 * CHUNK]
     (noted,) = (each for each in said["notes"] if each.startswith("States are stored after"))
-    assert f"after {2 * CHUNK} tokens, each in {len(states)} record" in noted
+    rows = json.loads(run("ls", url, "--json", "-").out)
+    size = sum(row["num_bytes"] for row in rows if row.get("is_state"))
+    assert said["namespaces"][0]["state_bytes"] == size
+    assert f"after {2 * CHUNK} tokens, each of {format_size(size)} in {len(states)} rec" in noted
+    chunks = sum(each["num_bytes"] for each in said["namespaces"][0]["chunks"])
+    assert chunks + size == sum(row["num_bytes"] for row in rows)
     with open_store(url) as store:
         assert store.delete(states[-1])
     said = explained()
     assert (said["hit_tokens"], said["reason"]) == (0, "behind")
     assert "no state is stored at its end" in said["summary"]
     assert said["namespaces"][0]["states"] == []
+    assert said["namespaces"][0]["state_bytes"] == 0
     assert not any("States are stored" in each for each in said["notes"])
 
 

@@ -33,6 +33,8 @@ def busy_counters():
         "miss_tokens/absent": 90,
         f"miss_tokens/{HOSTILE}": 10,
         "saved_bytes": 3 << 20,
+        "saved_state_bytes": 2 << 20,
+        "loaded_state_bytes": 1 << 20,
         "hook_failed": 2,
     }.items():
         counters.count(name, amount)
@@ -101,6 +103,8 @@ def test_metrics_of_an_engine_are_shown(prefix, capsys):
     assert "pool: 40 of 64 slots held, 7 in use" in shown
     assert "ranks on several machines: each stores the rows" in shown
     assert "2 faults of kvferry" in shown
+    assert "states saved 2MiB" in shown
+    assert "states loaded 1MiB" in shown
     assert found["hits"] == {"engine": 100, "file": 600, "memory": 200}
     states = {(each["tier"], each["state"]) for each in found["tiers"]}
     assert states == {("file", "up"), ("s3", "away")}

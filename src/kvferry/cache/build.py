@@ -136,7 +136,8 @@ class PrefixCache:
         return self._schema.with_namespace(first) if first else self._schema
 
     def _places(self, block_size: int) -> StatePlaces:
-        return StatePlaces(len(self._parts), block_size // self._chunk_tokens)
+        record_bytes = self._schema.record_bytes
+        return StatePlaces(len(self._parts), block_size // self._chunk_tokens, record_bytes)
 
     def _count_slots(self) -> int:
         """How many whole records fit; the same on every rank. Raises ConfigError if too few."""

@@ -105,6 +105,8 @@ class StatePlaces(NamedTuple):
     """Records of one state."""
     every: int
     """Chunks between two states."""
+    record_bytes: int
+    """Of each of these records."""
 
     def is_behind(self, number: int) -> bool:
         """Whether there may be a state behind a chunk, given by its index in the prompt."""

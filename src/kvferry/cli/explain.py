@@ -41,6 +41,7 @@ from kvferry.cli.prompts import (
     check_digits,
     model_identity,
 )
+from kvferry.config import format_size
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import ConfigError, Fault, StoreError
 from kvferry.explain import Nearest, PromptAnswer, PromptSearch, Run, Space, away_lines
@@ -246,10 +247,11 @@ def _notes(answer: PromptAnswer, asked: AskedPrompt) -> list[str]:
         )
     if answer.found and (states := answer.found[0].states):
         parts, shown = answer.found[0].space.namespace.state_parts, states[-_MAX_STATES:]
+        size = format_size(answer.found[0].state_bytes)
         first = "..., " if len(states) > len(shown) else ""
         notes.append(
             f"States are stored after {first}{', '.join(f'{each:,}' for each in shown)} tokens, "
-            f"each in {parts} record{'s' * (parts > 1)}."
+            f"each of {size} in {parts} record{'s' * (parts > 1)}."
         )
     for name in sorted(of_kernels):
         notes.append(f"No option sets {name}: it follows from the kernels of an engine's host.")
@@ -281,7 +283,7 @@ def _show(answer: PromptAnswer, notes: list[str], json: str | None) -> None:
     summary = _summary(answer)
     shown: list[RenderableType] = [summary]
     if answer.found:
-        best, runs, _ = answer.found[0]
+        best, runs, *_ = answer.found[0]
         model = f"{_runs_as(best.namespace)}, {best.chunk_tokens} tokens a chunk"
         rows = [_row(run) for run in runs[:_MAX_RUNS]]
         columns = {"tokens": "tokens", "what": "why", "more": "more"}
@@ -404,6 +406,7 @@ def _as_json(answer: PromptAnswer, summary: str) -> JsonRow:
         {
             **_about(each.space, each.hit_tokens),
             "states": list(each.states),
+            "state_bytes": each.state_bytes,
             "chunks": [{**run._asdict(), "why": run.why or HIT} for run in each.runs],
         }
         for each in answer.found

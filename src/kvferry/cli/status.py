@@ -205,7 +205,12 @@ def _counted(recent: Reading) -> list[RenderableType]:
         parts.append(f"pool: {held:.0f} of {slots:.0f} slots held, {used:.0f} in use")
     if counts.get("ranks_apart"):
         parts.append("ranks on several machines: each stores the rows that it holds, as shards")
-    for name, text in (("tier_read_bytes", "read"), ("saved_bytes", "saved")):
+    for name, text in (
+        ("tier_read_bytes", "read"),
+        ("saved_bytes", "saved"),
+        ("saved_state_bytes", "states saved"),
+        ("loaded_state_bytes", "states loaded"),
+    ):
         if num_bytes := counts.get(name):
             rate = "" if span is None else f" ({format_size(int(num_bytes / span))}/s)"
             parts.append(f"{text} {format_size(int(num_bytes))}{rate}")

@@ -62,7 +62,7 @@ def make_lookup() -> Lookup:
         ),
     )
     rates = LoadPolicy(PATIENCE, lambda: NOW)
-    return Lookup(Tables(spec), CHUNK, PATIENCE, rates, StatePlaces(PARTS, BLOCK // CHUNK))
+    return Lookup(Tables(spec), CHUNK, PATIENCE, rates, StatePlaces(PARTS, BLOCK // CHUNK, 1))
 
 
 def decide(

@@ -59,7 +59,7 @@ class Accounts:
     def __init__(self, context: RoleContext, schema: RecordSchema, journal: Journal | None) -> None:
         self._observer = context.observer
         self._log = context.log
-        self._token_bytes = schema.record_bytes / schema.chunk_tokens
+        self._record_bytes = schema.record_bytes
         self._chunk = context.chunk_tokens
         self._journal = journal
 
@@ -76,6 +76,9 @@ class Accounts:
         num_tokens = len(view.all_token_ids)
         local = min(search.num_local, num_tokens)
         hits = self._by_tier(request, search, local, stop) if stop > local else Counter()
+        if hits and search.hit is not None and search.hit.num_parts:
+            num_bytes = search.hit.num_parts * self._record_bytes
+            self._observer.count("loaded_state_bytes", num_bytes)
         limit = min(max(stop, limit), num_tokens)
         misses: Counter[str] = Counter()
         missed, why, kind = search.miss or ABSENT
@@ -121,7 +124,7 @@ class Accounts:
         parts = [f"{answer.local} of the engine's own"] if answer.local else []
         for tier, tokens in answer.hits.items():
             fetched, seconds = loads.get(tier, (0, 0.0))
-            speed = fetched * self._token_bytes / seconds if seconds else 0.0
+            speed = fetched / self._chunk * self._record_bytes / seconds if seconds else 0.0
             rate = f" at {speed / 1e9:.3f} GB/s" if speed else ""
             parts.append(f"{tokens} from {tier}{rate}")
         parts += [f"{tokens} computed ({reason})" for reason, tokens in answer.misses.items()]

@@ -206,7 +206,6 @@ class Saves:
             self._expect_write(slot)
             saved = SlotChunk(slot.index, slot.key, state.num_tokens, slot.mark, part)
             saves.append(Save(saved, blocks))
-        self._context.observer.count("states_saved")
         return True
 
     def with_states(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
@@ -401,6 +400,8 @@ class Saves:
         self.pins.stored(slot.key)
         if result == PutResult.STORED:
             self._requests.unreadable.discard(slot.key)
+            if slot.part >= 0 and (states := self._context.states) is not None:
+                self._context.observer.count("saved_state_bytes", states.record_bytes)
 
     def be_apart(self) -> None:
         """Have ranks write shards from now on: what they hashed for this process is offered
