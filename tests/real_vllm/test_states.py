@@ -88,6 +88,7 @@ def test_a_hybrid_model_goes_on_from_the_states_of_another_process_as_from_its_o
     with open_one(tmp_path.as_uri()) as store:
         [held] = survey(store, store.catalogue().described())
     assert held.namespace is not None
+    assert f"a recurrent state after every {block} tokens has" in second.log.read_text()
     # Kernels of other platforms keep states in other orders.
     assert held.namespace.description["config"]["states_of"] == "vllm on cpu"
 

@@ -102,12 +102,18 @@ def doctor(
     about: JsonRow = {**machine.software(), "memory_bytes": memory, **shares}
     about |= _right(findings, vllm=vllm, has_config=config is not None)
     if model is not None:
-        about |= {**about_weights(model), "stored_kv": _stored_kv(model)}
-    names = ("token_bytes", "record_bytes", "context_tokens")
-    about |= {name: getattr(facts, name) for name in names if facts is not None}
+        about |= {**about_weights(model), "stored_kv": _stored_kv(model), **_sizes(facts)}
     _show(about, reports, sorted(findings, key=lambda each: each.problem.severity), json)
     if findings:
         raise typer.Exit(Exit.NO)
+
+
+def _sizes(facts: Model | None) -> JsonRow:
+    if facts is None:  # as with recurrent states, which hosts keep in forms of their own
+        return {"sizes": "not known from its config alone: an engine's first lines say them"}
+    return {
+        name: getattr(facts, name) for name in ("token_bytes", "record_bytes", "context_tokens")
+    }
 
 
 def _right(findings: list[Finding], *, vllm: bool, has_config: bool) -> JsonRow:

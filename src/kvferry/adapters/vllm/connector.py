@@ -496,7 +496,7 @@ def _capacities(cache: PrefixCache) -> str:
         found.append(f"the store {max_bytes // cache.schema.record_bytes * chunk_tokens}")
     states = cache.context.states
     if states is not None:
-        every, size = states.every * chunk_tokens, states.num_parts * cache.schema.record_bytes
+        every, size = states.every * chunk_tokens, states.num_parts * states.record_bytes
         found.append(
             f"a recurrent state after every {every} tokens has {format_size(size)}, for engines "
             f"with --block-size {every}"
