@@ -35,13 +35,19 @@ NAMES = {
 }
 
 
+def drop_nothing(names) -> None:
+    """Of a process without stores of its own."""
+
+
 class Notices:
     """The notice of a store, read by `erasures` without a thread."""
 
     def __init__(self) -> None:
         self.clock, self.text, self.deleted = FakeClock(), None, []
         self.counters = Counters()
-        self.erasures = Erasures(lambda: {0: self.text}, self.delete, self.counters, self.clock)
+        self.erasures = Erasures(
+            lambda: {0: self.text}, self.delete, drop_nothing, self.counters, self.clock
+        )
         self.erasures.look()
 
     def delete(self, namespace, key):
@@ -92,7 +98,9 @@ def test_what_was_written_before_and_during_it_is_taken_back_and_nothing_else():
 def test_what_was_erased_before_the_start_is_not_heard():
     notices = Notices()
     notices.text = add_to_notice(None, ["mark:00"], 1.0)
-    late = Erasures(lambda: {0: notices.text}, notices.delete, Counters(), notices.clock)
+    late = Erasures(
+        lambda: {0: notices.text}, notices.delete, drop_nothing, Counters(), notices.clock
+    )
     late.look()
     assert list(late.since(0)) == []
     notices.text = add_to_notice(notices.text, ["mark:01"], 2.0)
@@ -104,7 +112,7 @@ def test_what_was_erased_before_the_start_is_not_heard():
 def test_of_a_store_that_is_opened_late_what_is_old_is_no_news():
     """Else each start would throw away its first minute, as long as the notice stands."""
     texts, now = {}, FakeClock()
-    erasures = Erasures(lambda: texts, [].append, Counters(), now, wall=now)
+    erasures = Erasures(lambda: texts, [].append, drop_nothing, Counters(), now, wall=now)
     now.advance(1e9)
     erasures.look()
     texts["late"] = add_to_notice(None, ["mark:00"], now() - 10 * 86400)
@@ -130,7 +138,7 @@ NO_TIMES = ("NaN", "Infinity", "-1", "1e12", "1" + 400 * "0", '"b"', "null")
 
 def test_what_two_stores_say_at_once_is_taken_back_once():
     notices, texts = Notices(), {"near": None, "far": None}
-    erasures = Erasures(lambda: texts, notices.delete, Counters(), notices.clock)
+    erasures = Erasures(lambda: texts, notices.delete, drop_nothing, Counters(), notices.clock)
     erasures.look()
     erasures.wrote((KEY, [RECORD]))
     texts = dict.fromkeys(texts, add_to_notice(None, [name_of_mark(MARK)], 1.0))
@@ -140,7 +148,7 @@ def test_what_two_stores_say_at_once_is_taken_back_once():
 
 def test_a_store_that_did_not_answer_is_cleared_once_its_notice_is_read():
     notices, texts = Notices(), {"near": None, "far": None}
-    erasures = Erasures(lambda: texts, notices.delete, Counters(), notices.clock)
+    erasures = Erasures(lambda: texts, notices.delete, drop_nothing, Counters(), notices.clock)
     erasures.look()
     second = ChunkKey(bytes([9]) * 32)
     erasures.wrote((KEY, [RECORD]))
@@ -184,7 +192,7 @@ def make_tiers(near, far) -> TieredStore:
 
 def test_tiers_write_and_copy_nothing_that_was_erased(tmp_path):
     """Neither to the near tier nor behind it, nor back from a far tier that was not named."""
-    far, near = MemoryStore("memory://far"), FileStore(tmp_path / "near")
+    far, near = FileStore(tmp_path / "far"), FileStore(tmp_path / "near")
     with make_tiers(near, far) as tiers:
         erasures = tiers._erasures
         erasures.close(5.0)  # looks are made here
@@ -200,6 +208,42 @@ def test_tiers_write_and_copy_nothing_that_was_erased(tmp_path):
         tiers._threads[0].run_due()
         assert near.read(KEY, ()) is None
         assert near.read(OTHER_KEY, ()) is not None
+
+
+@pytest.mark.parametrize("name", [*NAMES.values(), name_of_namespace(NAMESPACE)])
+def test_a_store_in_memory_drops_what_was_erased_however_old_it_is(name, tmp_path):
+    """No command reaches it, and what was written in the minute before is not all that it has."""
+    far, near = FileStore(tmp_path / "far"), MemoryStore("memory://near")
+    with make_tiers(near, far) as tiers:
+        erasures = tiers._erasures
+        erasures.close(5.0)  # looks are made here
+        erasures.look()
+        other = encode(SCHEMA.with_namespace(bytes(32)), payload_of(SCHEMA), key=OTHER_KEY)
+        for store in (near, far):
+            store.put(KEY, [RECORD])
+            store.put(OTHER_KEY, [other])
+        far.catalogue().notice(add_to_notice(None, [name], 1.0))
+        erasures.look()
+        assert [key for key, _ in near.values()] == [OTHER_KEY]
+        assert far.read(KEY, ()) is not None  # where a command deletes
+
+
+@pytest.mark.parametrize("place", ["near", "far"])
+def test_tiers_do_not_read_what_was_erased_and_landed_late(place, tmp_path):
+    """The write of an engine that was killed, or of one that has not heard of it yet."""
+    stores = {"near": FileStore(tmp_path / "near"), "far": FileStore(tmp_path / "far")}
+    with make_tiers(*stores.values()) as tiers:
+        erasures = tiers._erasures
+        erasures.close(5.0)  # looks are made here
+        erasures.look()
+        stores["near"].catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
+        erasures.look()
+        for key, record in ((KEY, RECORD), (OTHER_KEY, OTHER)):
+            stores[place].put(key, [record])
+        found = memoryview(bytearray(len(RECORD)))
+        assert tiers.read(KEY, [(0, found)]) is None
+        assert stores[place].read(KEY, ()) is None
+        assert tiers.read(OTHER_KEY, [(0, found)]) == len(OTHER)
 
 
 class Broken(FileStore):
@@ -229,6 +273,25 @@ def test_a_tier_that_fails_hides_no_notice_of_another(tmp_path):
         wait_until(lambda: far.read(KEY, ()) is None, "that it was taken back")
         assert tiers._erasures._thread.is_alive()
         near.is_broken = False
+
+
+@pytest.mark.parametrize("said_in", ["near", "far"])
+def test_a_close_takes_back_what_was_written_behind_an_erasure(said_in, tmp_path, monkeypatch):
+    """An engine may end before the next look at the notices."""
+    monkeypatch.setattr("kvferry.store.erasures.LOOK_SECONDS", 3600.0)
+    places = {"near": tmp_path / "near", "far": tmp_path / "far"}
+    near, far = map(FileStore, places.values())
+    with make_tiers(near, far) as tiers:
+        wait_until(lambda: tiers._erasures._known is not None, "the first look")
+        notice = add_to_notice(None, [name_of_mark(MARK)], 1.0)
+        {"near": near, "far": far}[said_in].catalogue().notice(notice)
+        for key, record in ((KEY, RECORD), (OTHER_KEY, OTHER)):
+            assert tiers.put(key, [record]).is_there
+            wait_until(lambda key=key: far.read(key, ()) is not None, "the copy")
+    for place in places.values():
+        with FileStore(place) as store:
+            assert store.read(KEY, ()) is None
+            assert store.read(OTHER_KEY, ()) is not None
 
 
 def test_a_thread_reads_the_notices_of_every_tier(tmp_path):

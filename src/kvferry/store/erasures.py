@@ -1,10 +1,11 @@
 """What commands erased, and how the processes of engines learn it.
 
 `kvferry rm` deletes records from the stores that it is given, and leaves a notice in each: what was
-erased, and when. What it cannot reach is in processes: chunks in host memory, writes under way,
-copies that wait for another tier. So each open store of an engine reads the notices of its tiers
-every few seconds. For a minute it writes nothing that was erased, and it takes back what it wrote
-just before. The scheduler role asks for the same names, and drops what it holds in memory.
+erased, and when. What it cannot reach is in processes: chunks in host memory, stores in memory,
+writes under way, copies that wait for another tier. So each open store of an engine reads the
+notices of its tiers every few seconds. For a minute it writes and reads nothing that was erased. It
+takes back what it wrote just before, and drops from stores in memory all that was erased. The
+scheduler role asks for the same names, and drops what it holds in memory.
 
 What was erased has a name: a namespace, the mark of a salt in a namespace, or a key.
 """
@@ -16,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from kvferry.observe import Observer
@@ -32,7 +33,8 @@ LOOK_SECONDS = 2.0
 """How often a process reads the notices of its stores."""
 
 HEED_SECONDS = 60.0
-"""How long a process writes nothing of what it heard was erased: longer than a write takes."""
+"""How long a process writes and reads nothing of what it heard was erased: longer than a write
+takes."""
 
 _OLD_SECONDS = 86400.0
 """What was erased so long before a store is opened is no news: more than clocks differ."""
@@ -41,7 +43,8 @@ _NO_TIME = 1e12
 """Seconds since the epoch that no clock shows."""
 
 _MAX_RECENT = 1 << 16
-_HEAD_BYTES = 1024
+HEAD_BYTES = 1024
+"""So much of a record says its names."""
 
 
 def name_of_namespace(namespace: bytes) -> str:
@@ -100,6 +103,7 @@ class Erasures:
             nothing.
         delete: deletes the value of a key in all of them; gets its namespace, too, if its head
             says one.
+        drop: deletes what has one of these names from the stores that no command reaches.
         clock: monotonic seconds.
         wall: seconds since the epoch.
     """
@@ -108,12 +112,14 @@ class Erasures:
         self,
         read: Callable[[], Mapping[object, str | None]],
         delete: Callable[[bytes | None, ChunkKey], object],
+        drop: Callable[[Set[str]], object],
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._read = read
         self._delete = delete
+        self._drop = drop
         self._observer = observer
         self._clock = clock
         self._wall = wall
@@ -141,6 +147,7 @@ class Erasures:
         self.look()
         while not self._closing.wait(LOOK_SECONDS):
             self.look()
+        self.look()  # all writes have ended: takes back those that landed behind an erasure
 
     def look(self) -> None:
         """Read the notices once. What the first reading finds was erased before this process held
@@ -177,6 +184,7 @@ class Erasures:
         for written in list(self._recent):
             if written.at > now - HEED_SECONDS and not self._until.keys().isdisjoint(written.names):
                 self._take_back(written)
+        self._drop(frozenset(names))
 
     def _clear(self, names: set[str]) -> None:
         """A store says what another said before. It may not have answered when that was heard, and
@@ -192,7 +200,8 @@ class Erasures:
         self._delete(written.namespace, written.key)
 
     def close(self, seconds: float) -> None:
-        """End the thread; a read that hangs is abandoned after `seconds`. Idempotent."""
+        """Have the thread read the notices once more, and end; a read that hangs is abandoned after
+        `seconds`. Idempotent."""
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(max(0.0, seconds))
@@ -206,7 +215,7 @@ class Erasures:
     # -- writes ---------------------------------------------------------------------------------
 
     def refuses(self, value: Value) -> bool:
-        """Whether a value was erased a short while ago, so that it must not be written."""
+        """Whether a value was erased a short while ago, so that it must not be written or read."""
         if not self._until:
             return False
         return self._is_erased(names_in(value))
@@ -237,4 +246,4 @@ def _namespace_in(value: Value) -> bytes | None:
 
 def _head_of(value: Value) -> bytes:
     _, buffers = value
-    return bytes(memoryview(buffers[0])[:_HEAD_BYTES]) if buffers else b""
+    return bytes(memoryview(buffers[0])[:HEAD_BYTES]) if buffers else b""

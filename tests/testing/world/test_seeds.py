@@ -32,6 +32,22 @@ def test_everything_holds_in_a_scenario(name, capsys):
     assert main(["--scenario", name]) == 0, capsys.readouterr().out
 
 
+FOUND = {
+    "a close lets a write land behind an erasure": (201890, "1,2,3,10,11"),
+    "what was erased is read until the write of it is taken back": (
+        *(300781, "0,1,2,3,5,6,7,9,10,11,12,13,14,15,16,17,18,19,20,22,23,24"),
+    ),
+    "a store in memory keeps what was erased": (400499, "5,6,9,13,50,52"),
+    "a client of an engine that was killed is closed by no one": (400753, "30,31,35"),
+}
+"""What worlds have found, in kvferry or in their own rules, and what shows it."""
+
+
+@pytest.mark.parametrize(("seed", "kept"), FOUND.values(), ids=FOUND)
+def test_what_worlds_have_found_stays_mended(seed, kept, capsys):
+    assert main(["--seed", str(seed), "--keep", kept]) == 0, capsys.readouterr().out
+
+
 def test_a_world_is_the_same_in_every_process():
     code = (
         "from kvferry.testing.world.named import SCENARIOS\n"

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -82,7 +83,7 @@ class Tier:
         opening: done after the first try to open the store; has the error if that failed.
         faults: boundary of the tier's thread.
         when_due: called when the store is to be opened or tried, now or later.
-        erasures: says what must not be written; None: nothing was erased.
+        erasures: says what must be neither written nor read; None: nothing was erased.
     """
 
     def __init__(
@@ -283,7 +284,8 @@ class Tier:
     def ask(
         self, key: ChunkKey, ranges: Sequence[ReadRange], deadline: float
     ) -> RecordBytes | None:
-        """Do `Store.read`, and report the result to the health."""
+        """Do `Store.read`, and report the result to the health. What was erased, and is there all
+        the same, is deleted and not found."""
         store, call = self.store, object()
         if store is None:
             raise StoreError(FaultKind.AWAY, f"store {self.given.url} is not open yet")
@@ -304,6 +306,11 @@ class Tier:
         finally:
             self._reading.pop(call, None)
         self._event(Health.answered)
+        starts = [buffer for start, buffer in ranges[:1] if start == 0]
+        if size is not None and starts and self._is_erased((key, starts)):
+            with suppress(StoreError):
+                store.delete(key)
+            return None
         return size
 
     def put_all(self, values: Sequence[Value], deadline: float) -> list[Put]:

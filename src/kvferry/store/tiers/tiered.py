@@ -13,7 +13,7 @@ import copy
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import partial
 
@@ -39,9 +39,9 @@ from kvferry.store.base import (
     Where,
 )
 from kvferry.store.catalogue import Catalogue
-from kvferry.store.erasures import Erasures
+from kvferry.store.erasures import HEAD_BYTES, Erasures, names_in
 from kvferry.store.io_pool import end_when_dropped
-from kvferry.store.kinds import ends_with_process, is_peer
+from kvferry.store.kinds import ends_with_process, is_peer, is_private
 from kvferry.store.tiers.health import Patience
 from kvferry.store.tiers.thread import TierThread
 from kvferry.store.tiers.tier import Tier, Unopened
@@ -92,7 +92,11 @@ class TieredStore(Store):
         self._closing = threading.Event()
         tiers = self._tiers
         self._erasures = Erasures(
-            partial(_notices, tiers), partial(_delete, tiers), observer, clock
+            partial(_notices, tiers),
+            partial(_delete, tiers),
+            partial(_drop, tiers),
+            observer,
+            clock,
         )
         for tier in tiers:
             tier.erasures = self._erasures
@@ -380,6 +384,18 @@ def _delete(tiers: Iterable[Tier], namespace: bytes | None, key: ChunkKey) -> No
     for tier in tiers:
         with suppress(StoreError), tier.faults.guard("delete", passes=StoreError):
             tier.in_namespace(namespace).delete(key)
+
+
+def _drop(tiers: Iterable[Tier], names: Set[str]) -> None:
+    for tier in tiers:
+        if (store := tier.store) is None or not is_private(tier.given.url):
+            continue
+        with suppress(StoreError), tier.faults.guard("delete", passes=StoreError):
+            for entry in store.catalogue().scan():
+                view, head = store.in_namespace(entry.namespace), bytearray(HEAD_BYTES)
+                view.read(entry.key, [(0, memoryview(head))])
+                if not names.isdisjoint(names_in((entry.key, [head]))):
+                    view.delete(entry.key)
 
 
 def _names_of(stores: Sequence[Store | Unopened]) -> list[str]:

@@ -45,8 +45,7 @@ def look_again(world: World) -> None:
     for engine, other in zip(engines, [*engines[1:], *engines[:1]], strict=True):
         if other is not engine:
             _check_across(world, engine, other)
-    if not (world.happened["kill"] or world.happened["restart"]):
-        _check_erased(world)
+    _check_erased(world)
 
 
 def _restart_writers(world: World) -> None:

@@ -229,6 +229,10 @@ class Media:
             hosts="medium of a world; write {scheme}://name/prefix",
         )
 
+    def forget(self, owner: str) -> None:
+        """A process was killed: it closes nothing any more."""
+        self.clients = [each for each in self.clients if each[0] != owner]
+
     def _open(self, url: StoreUrl, _options: Any, opening: Opening) -> RemoteStore:
         medium, task = self.by_name[url.hosts[0][0]], self._loop.current
         owner = "" if task is None else task.owner

@@ -35,6 +35,9 @@ _DIR = re.compile(r".*/([0-9a-f]{64})/").match
 HEED_SECONDS = 10.0
 """Within this time after an erasure, and after the last fault, no engine serves what was erased."""
 
+AGAIN_SECONDS = 60.0
+"""If an engine ends within this time after an erasure, its operator erases once more."""
+
 
 class World:
     """See the module. Actions are its methods without an underscore that a scenario names."""
@@ -64,6 +67,8 @@ class World:
         self.faults_until = 0.0
         self.truth = Truth()
         self.asked: dict[Ask, None] = {}
+        self._erased: dict[str, float] = {}  # by salt, when an operator erased it
+        self._lost_at = -1.0  # when an engine ended last
         self._device_faults: Counter[str] = Counter()
         self._num_runs = 0
         self._num_prompts = 0
@@ -171,7 +176,8 @@ class World:
             return
         self.loop.kill(engine)
         forget(self.peers, engine)
-        self.lose(running)
+        self.media.forget(engine)
+        self._lose_early(running)
         self._start_later(engine, seconds)
 
     def restart(self, engine: str, seconds: float) -> None:
@@ -184,7 +190,7 @@ class World:
 
         def close() -> None:
             self.loop.join(running.task)
-            self.lose(running)
+            self._lose_early(running)
             self._start_later(engine, seconds)
 
         self.loop.spawn(close, f"restart of {engine}", owner="scenario")
@@ -275,6 +281,7 @@ class World:
 
     def erase(self, salt: str) -> None:
         """An operator erases what was stored for a salt, as `kvferry rm` does."""
+        self._erased[salt] = self.loop.now
         media = self.media.by_name.values()
         namespaces = {found[1] for each in media for name in each.values if (found := _DIR(name))}
         marks = {salt_mark(bytes.fromhex(namespace), salt) for namespace in namespaces}
@@ -445,6 +452,20 @@ class World:
         for request in list(engine.host.requests.values()) if engine.host else ():
             request.outcome = "lost"
             self.note(f"{engine.name} {request.request_id} lost")
+
+    def _lose_early(self, engine: Engine) -> None:
+        """As `lose`, of an engine that may have had writes under way."""
+        self.lose(engine)
+        self._lost_at = self.loop.now
+        self.erase_again()
+
+    def erase_again(self) -> None:
+        """The operator erases once more what was erased a short while before an engine ended, as
+        docs/operate.md says: writes of that engine may have landed behind the erasure."""
+        for salt, at in list(self._erased.items()):
+            if at <= self._lost_at < max(at, self.faults_until) + AGAIN_SECONDS:
+                self.note(f"erase again {salt!r}")
+                self.erase(salt)
 
 
 def _image(number: int, length: int) -> MultimodalItem:
