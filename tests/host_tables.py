@@ -163,25 +163,37 @@ class HostRank:
                 _ModelLayer(name, part.group, base + layer)
                 for name, layer in zip(part.layer_names or (), part.layers, strict=True)
             ]
+        drafts = spec.drafts
+        self._groups = (*spec.groups, *(drafts.groups if drafts else ()))
+        self._shards = (*spec.shard.groups, *(drafts.shard.groups if drafts else ()))
+        self._drafts: list[list[_ModelLayer]] = [[] for _ in tables]
+        for part in drafts.tables if drafts else ():
+            self._drafts[part.table] += [
+                _ModelLayer(name, len(spec.groups) + part.group, layer)
+                for name, layer in zip(part.layer_names or (), part.layers, strict=True)
+            ]
         self.caches: dict[str, torch.Tensor] = {}
         self._memory = self._allocate(num_blocks)
         worker.register_kv_caches(self.caches)
 
     def _shape(self, table: int, layer: _ModelLayer) -> tuple[int, int, int]:
         """`[heads of this rank, block size, content]`."""
-        heads = self._spec.shard.groups[layer.group].heads
-        content = self._spec.groups[layer.group].content_size
+        heads = self._shards[layer.group].heads
+        content = self._groups[layer.group].content_size
         return heads[1] - heads[0], self._tables[table].block_size, content
 
     def _allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """Make one `[num_blocks, page]` region for the n-th layers of all tables together."""
         pages: dict[int, int] = {}
-        for table, layers in enumerate(self._layers):
+        every = [
+            [*layers, *drafts] for layers, drafts in zip(self._layers, self._drafts, strict=True)
+        ]
+        for table, layers in enumerate(every):
             for index, layer in enumerate(layers):
                 heads, size, content = self._shape(table, layer)
                 pages[index] = max(pages.get(index, 0), heads * size * content)
         memory = [torch.full((num_blocks, page), float("nan")) for page in pages.values()]
-        for table, layers in enumerate(self._layers):
+        for table, layers in enumerate(every):
             for region, layer in zip(memory, layers, strict=False):
                 heads, size, content = self._shape(table, layer)
                 page = region[:, : heads * size * content]
@@ -191,30 +203,49 @@ class HostRank:
     def values(self, layer: _ModelLayer, prefix_seeds: torch.Tensor) -> torch.Tensor:
         """Return the KV of the tokens that end these prefixes, `[tokens, heads of this rank,
         content]`."""
-        heads = torch.arange(*self._spec.shard.groups[layer.group].heads).view(1, -1, 1)
-        content = torch.arange(self._spec.groups[layer.group].content_size)
+        heads = torch.arange(*self._shards[layer.group].heads).view(1, -1, 1)
+        content = torch.arange(self._groups[layer.group].content_size)
         seeds = prefix_seeds.view(-1, 1, 1)
         value = seeds * 31 + layer.group * 7919 + layer.layer * 1009 + heads * 97 + content * 7
         return (value % 65_521).to(torch.float32)
 
     def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
         """Write the KV of tokens `[start, stop)`, as far as they have blocks."""
-        for name, blocks, places, values in self._kv(request, seeds, start, stop):
-            self.caches[name][blocks, :, places] = values
+        for layers in (self._layers, self._drafts):
+            for name, blocks, places, values in self._kv(layers, request, seeds, start, stop):
+                self.caches[name][blocks, :, places] = values
 
     def wrong_tokens(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
         """Count the tokens of `[0, stop)`, per layer, whose block holds anything but their KV."""
+        return self._wrong(self._layers, request, seeds, stop)
+
+    def wrong_drafts(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
+        """Count likewise in draft layers, where that is allowed."""
+        return self._wrong(self._drafts, request, seeds, stop)
+
+    def _wrong(
+        self,
+        layers: Sequence[Sequence[_ModelLayer]],
+        request: HostRequest,
+        seeds: Sequence[int],
+        stop: int,
+    ) -> int:
         return sum(
             int((self.caches[name][blocks, :, places] != values).flatten(1).any(1).sum())
-            for name, blocks, places, values in self._kv(request, seeds, 0, stop)
+            for name, blocks, places, values in self._kv(layers, request, seeds, 0, stop)
         )
 
     def _kv(
-        self, request: HostRequest, seeds: Sequence[int], start: int, stop: int
+        self,
+        of_tables: Sequence[Sequence[_ModelLayer]],
+        request: HostRequest,
+        seeds: Sequence[int],
+        start: int,
+        stop: int,
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield for each layer its name and, for the tokens of `[start, stop)` that have a block,
         the block, the place in the block, and the right KV."""
-        for table, ids, layers in zip(self._tables, request.block_ids, self._layers, strict=True):
+        for table, ids, layers in zip(self._tables, request.block_ids, of_tables, strict=True):
             size = table.block_size
             held = [
                 token

@@ -310,9 +310,10 @@ class PromptSearch:
             with suppress(StoreError):  # it answers, and cannot be listed
                 entries = store.catalogue().scan()
                 listing = takewhile(lambda _: time.monotonic() < until, entries)
-                for _, of in shards_of(store, listing, absent, [space]):
-                    number = absent[space.digest, of]
-                    runs[number] = runs[number]._replace(detail=_IN_SHARDS)
+                for _, info in shards_of(store, listing, absent, [space]):
+                    if info.is_shard:
+                        number = absent[space.digest, ChunkKey(info.of)]
+                        runs[number] = runs[number]._replace(detail=_IN_SHARDS)
         return found._replace(runs=_merged(runs))
 
     def _end_at_a_state(

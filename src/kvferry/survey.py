@@ -133,10 +133,11 @@ def shards_of(
     listing: Iterable[Entry],
     keys: Collection[tuple[bytes, ChunkKey]],
     spaces: Iterable[Namespace],
-) -> Iterator[tuple[Entry, ChunkKey]]:
-    """Yield the shards of some records, each with the key of its whole record, from which its own
-    does not follow: of all that a store lists and that is smaller than a whole record, the headers
-    are read. Where no namespace can have shards, nothing is listed.
+) -> Iterator[tuple[Entry, RecordInfo]]:
+    """Yield the shards of some records, and what drafters stored beside them. Their headers name
+    the record, from whose key alone theirs do not follow: of all that a store lists and that is
+    smaller than a whole record, the headers are read. Where no namespace can have shards, nothing
+    is listed.
 
     Args:
         keys: namespaces and keys of the whole records, in `spaces`.
@@ -148,7 +149,7 @@ def shards_of(
         if entry.stored_bytes < whole.get(entry.namespace, 0):
             info = maintenance.inspect(store, entry)
             if isinstance(info, RecordInfo) and (entry.namespace, info.of) in keys:
-                yield entry, ChunkKey(info.of)
+                yield entry, info
 
 
 def _record_bytes(space: Namespace) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.cache.build import PrefixCache
-from kvferry.contract.spec import EngineSpec, Mode
+from kvferry.contract.spec import DraftSpec, EngineSpec, Mode
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import pipeline_shard
 from kvferry.observe import Counters, Observer
@@ -58,9 +58,11 @@ def make_shared_storage_host(
     setup: DeviceSetup | None = None,
     engine_id: str | None = None,
     whole_items: bool = False,
+    drafts: Callable[[int], DraftSpec] | None = None,
 ) -> tuple[SimulatedHost, Any]:
     """Return a host with the shared-storage connector, and the parts that its roles share, one per
-    rank (close their stores last). `stages` are those of `pipeline_shard`. Nothing is audited
+    rank (close their stores last). `stages` are those of `pipeline_shard`,
+    `drafts` describes the draft layers of a rank. Nothing is audited
     unless the options say so; `draw` then chooses the audited chunk, mostly the last."""
     groups = groups or make_groups()
     stages = stages or [[(0, group.num_layers) for group in groups]]
@@ -77,6 +79,7 @@ def make_shared_storage_host(
             engine_id=engine_id,
             whole_items=whole_items,
             tables=parts_of_tables(tables or table_per_group(groups), shard),
+            drafts=None if drafts is None else drafts(shard.rank),
         )
         for shard in shards
     ]

@@ -23,8 +23,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -145,6 +145,11 @@ class BlockCopies:
     def overlaps(self) -> bool:
         """Whether copies go on after a call has returned: True on a device."""
         return self._streams is not None
+
+    def setup_beside(self) -> DeviceSetup:
+        """Return how other layers of the engine use the device: in the same streams, from the same
+        slots, which are pinned. For what is registered later."""
+        return replace(self._setup, streams=lambda _: self._streams, pin=lambda *_: nullcontext())
 
     @torch.inference_mode(mode=False)
     def register(

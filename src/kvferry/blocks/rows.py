@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from kvferry.record.leaves import Leaves, joined
-from kvferry.record.schema import RecordSchema, RowRange, leaves_of
+from kvferry.record.schema import ALIGN, RecordSchema, RowRange, leaves_of
 from kvferry.types import KVGroup, RankShard
 
 GroupLeaves = Mapping[int, Callable[[], Leaves]]
@@ -140,19 +140,65 @@ class RankRows:
         return joined(parts)
 
 
+_NO_KEY = bytes(32)
+
+
+class DraftRows:
+    """Where the KV of draft layers lies in a slot, behind that of the chunk, and the records that
+    one rank makes of it.
+
+        | key of the chunk | ... | rows of group 0 | rows of group 1 | ...
+
+    The key is there only while the rows are the chunk's, whole and verified. So ranks that share a
+    slot know it without a message.
+
+    Attributes:
+        rows: geometry, from `start` of a slot on.
+        own: schema of the rank's records.
+    """
+
+    def __init__(self, rows: RankRows, own: RecordSchema, start: int) -> None:
+        self.rows = rows
+        self.own = own
+        self._start = start
+
+    def memory(self, slot: memoryview) -> memoryview:
+        """Return the part of a slot that `rows` describes."""
+        return slot[self._start : self._start + self.rows.slot_bytes]
+
+    def are_of(self, slot: memoryview, key: bytes) -> bool:
+        """Whether a slot has the drafts of this chunk."""
+        return bytes(self.memory(slot)[: len(key)]) == key
+
+    def set_key(self, slot: memoryview, key: bytes = b"") -> None:
+        """Say whose drafts a slot has now; without a key, none, as they are about to change."""
+        self.memory(slot)[: len(_NO_KEY)] = key or _NO_KEY
+
+
 class RankRecords:
     """Geometry of one rank's slots, by what a slot holds.
 
     Attributes:
         rows: of chunks.
         parts: of the parts of states.
+        drafts: of what a drafter computed of a chunk; None: nothing of that is stored.
         slot_bytes: bytes of a slot that any of them uses.
     """
 
-    def __init__(self, rows: RankRows, parts: Sequence[RankRows] = ()) -> None:
+    def __init__(
+        self,
+        rows: RankRows,
+        parts: Sequence[RankRows] = (),
+        drafts: tuple[RankRows, RecordSchema] | None = None,
+    ) -> None:
         self.rows = rows
         self.parts = tuple(parts)
         self.slot_bytes = max(each.slot_bytes for each in (rows, *parts))
+        self.drafts: DraftRows | None = None
+        if drafts is not None:
+            start = -(-self.slot_bytes // ALIGN) * ALIGN
+            self.drafts = DraftRows(*drafts, start)
+            self.slot_bytes = start + self.drafts.rows.slot_bytes
 
     def of(self, part: int) -> RankRows:
         """Return the geometry of a part of a state, or, if that is negative, of a chunk."""
@@ -162,6 +208,8 @@ class RankRecords:
         """Use the schemas of another namespace from now on."""
         for each in (self.rows, *self.parts):
             each.switch_namespace(namespace)
+        if self.drafts is not None:
+            self.drafts.own = self.drafts.own.with_namespace(namespace)
 
 
 def _rows_of(

@@ -28,11 +28,12 @@ from kvferry.cache.memory import machine_bytes, slot_size
 from kvferry.cache.messages import SlotRegion
 from kvferry.cache.moving.worker import CacheWorker
 from kvferry.config import build_config
-from kvferry.contract.spec import EngineSpec, Mode
+from kvferry.contract.spec import DraftSpec, EngineSpec, Mode
 from kvferry.errors import ConfigError
 from kvferry.keys import Namespace
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.observe import Gauges, Observer
+from kvferry.record.drafts import draft_schema
 from kvferry.record.schema import RecordSchema, default_chunk_tokens
 from kvferry.record.state_parts import StatePart, chunk_tokens_with_states, state_parts
 from kvferry.store.base import Store
@@ -47,6 +48,11 @@ from kvferry.types import KVGroup, RankShard
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LARGE_DRAFTS = (
+    "the KV of draft layers is not stored, as a record of it would be no smaller than one of the "
+    "model: drafts after a hit are poor"
+)
 
 
 class PrefixCache:
@@ -103,6 +109,10 @@ class PrefixCache:
             self.identity.stop("this engine neither loads nor saves")
         # What a fault stored before there is a name has a random one, and is never found.
         self._schema = sized.with_namespace(self.identity.first or secrets.token_bytes(32))
+        records = records_of(groups, sized, self._parts, spec.shard, spec.drafts)
+        self._drafts = records.drafts
+        if self._drafts is None and spec.drafts is not None:
+            logger.warning(_LARGE_DRAFTS)
         self.num_slots = self._count_slots()
         self.observer = observer
         self.store = store or self._open_store(index=has_scheduler)
@@ -142,6 +152,8 @@ class PrefixCache:
     def _count_slots(self) -> int:
         """How many whole records fit; the same on every rank. Raises ConfigError if too few."""
         record_bytes = slot_size(self._schema.record_bytes)
+        if self._drafts is not None:
+            record_bytes += slot_size(self._drafts.rows.schema.record_bytes)
         memory_bytes = self.config.memory_bytes
         if memory_bytes is None:
             token_bytes = record_bytes / self._chunk_tokens
@@ -169,6 +181,8 @@ class PrefixCache:
         schemas = [self._schema, *(part.schema for part in self._parts)]
         if own not in (None, self._schema):
             schemas.append(own)
+        if self._drafts is not None:
+            schemas.append(self._drafts.own)
 
         def named() -> tuple[bytes, str | None]:
             name = identity.wait_first()  # without this object, which the store would keep alive
@@ -244,7 +258,8 @@ class PrefixCache:
         self._warn_of_windows()
         world_size = self._spec.shard.world_size
         # Without this object: the server of peers keeps what ranks hold alive.
-        records = partial(records_of, self._spec.groups, self._schema, self._parts)
+        spec = self._spec
+        records = partial(records_of, spec.groups, self._schema, self._parts, drafts=spec.drafts)
         schemas = (*(part.schema for part in self._parts), self._schema)
         shard = self._spec.shard
         ranks = RankSlots(records, schemas, self.num_slots, shard, self.identity)
@@ -290,7 +305,8 @@ class PrefixCache:
             ConfigError: `memory_bytes` is more than this machine lets a process reserve or share.
         """
         spec = self._spec
-        records, states = records_of(spec.groups, self._schema, self._parts, spec.shard), None
+        records = records_of(spec.groups, self._schema, self._parts, spec.shard, spec.drafts)
+        states = None
         if spec.states is not None:
             kinds, tables = spec.states.kinds, spec.states.tables
             states = PagedStates(kinds, tables, list(zip(self._parts, records.parts, strict=True)))
@@ -322,9 +338,19 @@ def records_of(
     schema: RecordSchema,
     parts: Sequence[StatePart],
     shard: RankShard,
+    drafts: DraftSpec | None = None,
 ) -> RankRecords:
-    """What a rank holds of records."""
+    """What a rank holds of records. That of drafts is what its own `drafts` say; other ranks hold
+    as much of them."""
     rank, world_size = shard.rank, shard.world_size
+    beside = None
+    if drafts is not None:
+        own = draft_schema(schema, drafts.drafter, drafts.groups, drafts.shard)
+        alone = RecordSchema.for_groups(
+            namespace=schema.namespace, chunk_tokens=schema.chunk_tokens, groups=drafts.groups
+        )
+        if own is not None:
+            beside = RankRows(drafts.groups, drafts.shard, alone), own
     return RankRecords(
         RankRows(groups, shard, schema),
         [
@@ -335,6 +361,7 @@ def records_of(
             )
             for part in parts
         ],
+        beside,
     )
 
 

@@ -121,7 +121,7 @@ class _Items:
         entries = chosen(self._source, self._choice)
         for entry in bar.track(entries, description="looking for shards"):
             info = inspect(self._source, entry)
-            if not isinstance(info, ReadFault) and info.of:
+            if not isinstance(info, ReadFault) and info.is_shard:
                 whole = info.schema.namespace, ChunkKey(info.of)
                 self.shards.setdefault(whole, []).append(entry)
                 self.keys.add(entry.key)

@@ -62,6 +62,23 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSpec:
+    """The draft layers of an engine: what they keep is stored beside chunks, and may lack.
+
+    Attributes:
+        drafter: digest of all that decides their KV besides the tokens and the model.
+        groups: their KV, in tables that keep every block.
+        shard: what this rank holds of the groups.
+        tables: where the layers stand: in tables that hold layers of the model, too.
+    """
+
+    drafter: bytes
+    groups: tuple[KVGroup, ...]
+    shard: RankShard
+    tables: tuple[TablePart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """What a connector must know of the engine that it serves.
 
@@ -95,6 +112,8 @@ class EngineSpec:
             every layer that the host registers.
         states: of a model with recurrent layers beside those with KV; None: it has none. With
             states no ranks count as replicas.
+        drafts: of an engine that stores the KV of draft layers, too; None: it has none, or leaves
+            them out.
 
     Raises:
         ConfigError: `tables` do not hold every layer of this rank once, or contradict each other or
@@ -116,6 +135,7 @@ class EngineSpec:
     engine_id: str | None = None
     tables: tuple[TablePart, ...] | None = None
     states: StateSpec | None = None
+    drafts: DraftSpec | None = None
 
     def __post_init__(self) -> None:
         if self.tables is not None:
@@ -123,6 +143,16 @@ class EngineSpec:
         if self.states is not None and self.shard.num_replicas > 1:
             # Ranks with the same kv heads have other heads of the states, and so other records.
             object.__setattr__(self, "shard", replace(self.shard, num_replicas=1))
+
+    @property
+    def of_drafts(self) -> EngineSpec | None:
+        """The same engine as if its draft layers were the model; None without any."""
+        if self.drafts is None:
+            return None
+        of = self.drafts
+        return replace(
+            self, groups=of.groups, shard=of.shard, tables=of.tables, states=None, drafts=None
+        )
 
     @property
     def table_parts(self) -> tuple[TablePart, ...]:

@@ -206,7 +206,7 @@ def _check_records(store: Store, report: StoreReport) -> None:
     wrong = [fault for fault in found.values() if isinstance(fault, ReadFault)]
     if wrong := [fault for fault in wrong if fault is not ReadFault.ABSENT]:
         report.add(Problem.DAMAGED, num=len(wrong), of=len(found), why=wrong[0])
-    shards = [info for info in found.values() if isinstance(info, RecordInfo) and info.of]
+    shards = [info for info in found.values() if isinstance(info, RecordInfo) and info.is_shard]
     if shards:
         report.add(Problem.SHARDS, num=len(shards), of=len(found))
     index = Indexed.find(store)

@@ -45,23 +45,29 @@ SHARD_TAG = b"kvferry.shard.1\0"
 """16 bytes that begin neither a namespace encoding nor the hash of a chunk or a state."""
 
 
+DRAFT_TAG = b"kvferry.draft.1\0"
+"""16 bytes that begin none of the others."""
+
+
 class ShardKeys:
     """Makes the keys of the records that have a shard's rows alone. They are named by what they
     hold, so ranks that hold the same write one record.
 
     Args:
         shard: the rows of each component; of nothing: all rows, whose record is the whole one.
+        drafter: digest of the drafter, if the rows are those of its layers (`record.drafts`).
     """
 
-    def __init__(self, shard: Sequence[ShardRows]) -> None:
+    def __init__(self, shard: Sequence[ShardRows], drafter: bytes = b"") -> None:
         ranges: list[JsonValue] = [[*rows.layers, *rows.heads] for rows in shard]
-        self._suffix = canonical(ranges) if ranges else b""
+        self._tag = DRAFT_TAG if drafter else SHARD_TAG
+        self._suffix = drafter + canonical(ranges) if ranges else b""
 
     def of(self, key: ChunkKey) -> ChunkKey:
         """Return the key, given that of the whole record."""
         if not self._suffix:
             return key
-        return ChunkKey(blake3(b"".join((SHARD_TAG, key, self._suffix))).digest())
+        return ChunkKey(blake3(b"".join((self._tag, key, self._suffix))).digest())
 
 
 SALT_TAG = "kvferry.salt.1"

@@ -72,7 +72,13 @@ class RecordInfo:
     mark: bytes = b""
     """`kvferry.keys.salt_mark` of its salt; empty if it says none."""
     of: bytes = b""
-    """Of a shard: the key of the whole record. Empty: this is a whole one."""
+    """Of a shard: the key of the whole record. Of a drafter's record: the chunk's key. Empty: this
+    is a whole one."""
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it has some rows of a record."""
+        return self.of != b"" and not self.schema.drafter
 
 
 def mark_of(head: bytes | memoryview) -> bytes:

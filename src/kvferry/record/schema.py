@@ -84,6 +84,7 @@ CHUNK_BYTES = 8 << 20
 _FEWEST_TOKENS, _MOST_TOKENS = 16, 128
 
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
+_DRAFT = re.compile(r"draft\.([0-9a-f]{32})\.\d+")
 _RESERVED = frozenset({"root", "leaves"})
 
 
@@ -292,6 +293,13 @@ class RecordSchema:
     def is_of_state(self) -> bool:
         """Whether records of this schema are parts of a state."""
         return self.components[0].name.partition(".")[0] == STATE_COMPONENT
+
+    @property
+    def drafter(self) -> bytes:
+        """Digest of the drafter whose KV records of this schema have (`kvferry.record.drafts`);
+        empty if they have none."""
+        found = _DRAFT.fullmatch(self.components[0].name)
+        return b"" if found is None or not self.shard else bytes.fromhex(found[1])
 
     def with_namespace(self, namespace: bytes) -> RecordSchema:
         """Make the same schema for another namespace; all sizes and offsets stay."""

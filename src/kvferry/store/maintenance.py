@@ -110,9 +110,10 @@ def read_header(store: Store, key: ChunkKey) -> RecordInfo | ReadFault:
 
 
 def is_misnamed(shard: RecordInfo) -> bool:
-    """Whether the key of a shard does not follow from the record that it says it is of. Never of a
-    whole record."""
-    return shard.of != b"" and ShardKeys(shard.schema.shard).of(ChunkKey(shard.of)) != shard.key
+    """Whether the key of a shard, or of a drafter's record, does not follow from the record that it
+    says it is of. Never of a whole record."""
+    keys = ShardKeys(shard.schema.shard, shard.schema.drafter)
+    return shard.of != b"" and keys.of(ChunkKey(shard.of)) != shard.key
 
 
 def _why_wrong(store: Store, entry: Entry, size: int, window: memoryview) -> ReadFault | None:

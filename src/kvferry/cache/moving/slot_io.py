@@ -20,6 +20,7 @@ from kvferry.blocks.copies import Gathered
 from kvferry.blocks.rows import RankRecords, RankRows
 from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
+from kvferry.cache.moving.drafts import Drafts, DraftWrite
 from kvferry.cache.replicas import Replicas
 from kvferry.errors import StoreError, TransferError
 from kvferry.keys import ShardKeys
@@ -47,6 +48,7 @@ class _Save:
     hash: Job[Sealed] | None = None
     write: Job[Saved] | None = None  # the hash thread sets it
     shard: Callable[[Job[Saved]], Saved] | None = None  # so it does this: writes it, on order
+    drafts: DraftWrite | None = None  # before the chunk's: who finds that finds them, too
 
 
 class SlotIO:
@@ -55,6 +57,7 @@ class SlotIO:
     Args:
         records: which bytes of records this rank holds.
         context: store, observer and options.
+        drafts: read and written beside chunks; None: there are none.
 
     Attributes:
         pool: threads for reads, writes, and copies into blocks. Writes take half of them at most.
@@ -62,7 +65,14 @@ class SlotIO:
         are_apart: whether ranks are on several machines, so that each reads and writes shards.
     """
 
-    def __init__(self, records: RankRecords, replicas: Replicas, context: RoleContext) -> None:
+    def __init__(
+        self,
+        records: RankRecords,
+        replicas: Replicas,
+        context: RoleContext,
+        drafts: Drafts | None = None,
+    ) -> None:
+        self._drafts = drafts
         self._records = records
         self._replicas = replicas
         self._memory = replicas.memory
@@ -153,6 +163,8 @@ class SlotIO:
             looks_at_values=fetch.looks_at_values,
         )
         tries = self._tries(record, rows, memory, groups)
+        drafts = self._drafts if chunk.part < 0 else None
+        read_drafts = None if drafts is None else drafts.reader(chunk)
 
         def run(job: Job[Filled]) -> Filled:
             if not mark.wait(self._bounds.device_seconds):
@@ -176,6 +188,8 @@ class SlotIO:
             if missed is not None:
                 self._observer.count(f"miss_{missed}")
             seconds = 0.0 if missed else time.monotonic() - started
+            if missed is None and read_drafts is not None:
+                read_drafts(seconds, deadline)
             said, kind = "; ".join(map(str, faults)), faults[0].fault.kind if faults else ""
             return Filled(chunk.slot, missed, seconds, detail=said, kind=kind)
 
@@ -223,13 +237,16 @@ class SlotIO:
 
     # -- writes ---------------------------------------------------------------------------------
 
-    def save(self, chunk: SlotChunk, gathered: Gathered) -> None:
-        """Take over a chunk whose copy from the blocks to its slot has begun. After the copy, hash
-        the chunk; if this rank holds whole records, write it. Never blocks."""
+    def save(self, chunk: SlotChunk, gathered: Gathered, drafts: Gathered | None = None) -> None:
+        """Take over a chunk whose copy from the blocks to its slot has begun, as that of its drafts
+        may have. After the copy, hash the chunk; if this rank holds whole records, write it. Never
+        blocks."""
         rows = self._records.of(chunk.part)
         schema = rows.schema  # a later epoch has another
         self.overwrite(chunk.slot)
         save = self._saves[chunk.slot] = _Save(chunk, gathered)
+        if self._drafts is not None and drafts is not None:
+            save.drafts = self._drafts.writer(chunk, drafts)
         seal = partial(self._seal_shard, own=rows.own) if self.are_apart else self._seal
         # A step may wait for a comparison, so that goes before the seals that wait.
         save.hash = self.hash_pool.submit(
@@ -248,11 +265,15 @@ class SlotIO:
         if not are_finite:
             return Sealed(chunk.slot, None, is_finite=False)
         if not self._is_alone:
+            if save.drafts is not None:
+                save.drafts.run_later(self.pool)
             return Sealed(chunk.slot, digests)
         key = ChunkKey(chunk.key)
         seal_record(schema, key, chunk.first_token, digests, image, chunk.mark)
 
         def write(_job: Job[Saved]) -> Saved:
+            if save.drafts is not None:
+                save.drafts.run()
             answer = write_sealed(self._store, schema.namespace, key, [image], self._observer)
             return Saved(chunk.slot, *answer)
 
@@ -285,6 +306,8 @@ class SlotIO:
         def write(_job: Job[Saved]) -> Saved:
             if own is None:  # it holds nothing
                 return Saved(chunk.slot, PutResult.EXISTS)
+            if save.drafts is not None:
+                save.drafts.run()
             parts = [memoryview(head), image[schema.head_bytes :]]
             answer = write_sealed(self._store, schema.namespace, key, parts, self._observer)
             return Saved(chunk.slot, *answer)

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -26,12 +25,10 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.epoch import CacheState
 from kvferry.cache.messages import (
     EMPTY_PLAN,
-    CacheMeta,
     CachePlan,
     Fetch,
     Filled,
     Load,
-    RankReport,
     Save,
     Saved,
     Sealed,
@@ -39,6 +36,8 @@ from kvferry.cache.messages import (
     SlotRegion,
 )
 from kvferry.cache.moving.comparisons import Comparisons
+from kvferry.cache.moving.drafts import Drafts
+from kvferry.cache.moving.ended import Ended
 from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.cache.replicas import Replicas
 from kvferry.contract.asynchronous import AsyncReports
@@ -59,54 +58,6 @@ class _Loaded(NamedTuple):
     load: Load
     chunk: SlotChunk
     copy: ChunkCopy | StateCopy
-
-
-@dataclass(slots=True)
-class _Ended:
-    """What ended since the last report: the content of the next one."""
-
-    pool: int = 0
-    failures: int = 0
-    num_known: int = 0  # of the failures: in an earlier report
-    timed: int = 0
-    off: str = ""
-    filled: list[Filled] = field(default_factory=list)
-    sealed: list[Sealed] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
-    failed_requests: set[str] = field(default_factory=set)
-    failed_keys: list[bytes] = field(default_factory=list)
-    received: set[str] = field(default_factory=set)  # whose async load is over, failed or not
-    invalid_block_ids: set[int] = field(default_factory=set)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
-        # Before it knows the pool, the scheduler role would take this for another's report.
-        is_off = self.off and self.pool
-        has_ended = self.filled or self.sealed or self.saved or self.timed or is_off
-        has_loaded = self.received or self.failed_keys or self.invalid_block_ids
-        return not (has_ended or has_loaded or self.failures > self.num_known)
-
-    def output(self, region: SlotRegion) -> WorkerOutput:
-        report = RankReport(
-            rank=region.shard.rank,
-            region=region if region.namespace else None,
-            pool=self.pool,
-            filled=tuple(self.filled),
-            sealed=tuple(self.sealed),
-            saved=tuple(self.saved),
-            timed=self.timed,
-            off=self.off,
-            failures=self.failures,
-            failed_requests=frozenset(self.failed_requests),
-            failed_keys=tuple(self.failed_keys),
-        )
-        return WorkerOutput(
-            finished_recving=frozenset(self.received),
-            failed_recving=frozenset(self.failed_requests & self.received),
-            invalid_block_ids=frozenset(self.invalid_block_ids),
-            meta=CacheMeta(reports=(report,)),
-        )
 
 
 class CacheWorker(WorkerRole):
@@ -151,11 +102,15 @@ class CacheWorker(WorkerRole):
             num_slots,
         )
         self._loading: deque[tuple[int, Mark]] = deque()
-        self.io = SlotIO(records, self._replicas, context)
         self._bounds = context.bounds
-        self._comparisons = Comparisons(rows, self._memory, context, self.io.hash_pool)
         self._copies = BlockCopies(context.spec, rows, setup, states)
-        self._ended = _Ended()
+        self._drafts: Drafts | None = None
+        drafts = context.spec.of_drafts
+        if drafts is not None and records.drafts is not None:
+            self._drafts = Drafts(drafts, records.drafts, self._memory, context, self._copies)
+        self.io = SlotIO(records, self._replicas, context, self._drafts)
+        self._comparisons = Comparisons(rows, self._memory, context, self.io.hash_pool)
+        self._ended = Ended()
         self._plan = EMPTY_PLAN
         self._saved = False
         self._to_begin: deque[Fetch] = deque()
@@ -198,6 +153,8 @@ class CacheWorker(WorkerRole):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         try:
             self._copies.register(kv_caches, self._memory.view, self._replicas.own_slot())
+            if self._drafts is not None:
+                self._drafts.register(kv_caches, self._replicas.own_slot())
         except TransferError as error:
             # The engine starts all the same. The scheduler role plans nothing more once it knows.
             logger.error("kvferry is off: %s", error)
@@ -207,6 +164,8 @@ class CacheWorker(WorkerRole):
     def unregister_kv_caches(self) -> None:
         # Comparisons may go on: they read slots only.
         self._copies.unregister(self._bounds.device_seconds)
+        if self._drafts is not None:
+            self._drafts.unregister(self._bounds.device_seconds)
 
     # -- step -----------------------------------------------------------------------------------
 
@@ -310,7 +269,7 @@ class CacheWorker(WorkerRole):
             self._take_back(load)
         if ended.is_empty:
             return EMPTY_OUTPUT
-        self._ended = _Ended(ended.pool, ended.failures, num_known=ended.failures)
+        self._ended = Ended(ended.pool, ended.failures, num_known=ended.failures)
         return ended.output(self._region)
 
     @property
@@ -362,6 +321,9 @@ class CacheWorker(WorkerRole):
             for one, error in zip(loaded, errors, strict=True):
                 if error is not None:
                     self._fail(one.load, one.chunk, error)
+            if self._drafts is not None:
+                copies = [copy for load in loads for copy in self._drafts.of_load(load)]
+                self.io.pool.spread(copies, self._drafts.scatter, alone=self._copies.overlaps)
             self._ended.received.update(load.request_id for load in loads if load.is_async)
         finally:
             if self._copies.overlaps:
@@ -435,9 +397,11 @@ class CacheWorker(WorkerRole):
                 self.io.busy_until(save.chunk.slot, self._copies.slots_written())
             self._put_off([*waiting, *left])
             # Only after all copies: hashing and writing take memory bandwidth from them.
+            stored = [save for save, _ in copied if save.compare_with is None]
+            drafts = {} if self._drafts is None else self._drafts.gather(stored)
             for save, gathered in copied:
                 if save.compare_with is None:
-                    self.io.save(save.chunk, gathered)
+                    self.io.save(save.chunk, gathered, drafts.get(save.chunk.slot))
                 else:
                     self.io.overwrite(save.chunk.slot)
                     is_held = self.io.groups_held(save.compare_with) == self._rows.all_groups
