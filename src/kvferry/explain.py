@@ -16,9 +16,10 @@ from itertools import groupby, takewhile
 from typing import NamedTuple, TypeVar
 
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import Fault, StoreError
+from kvferry.errors import Fault, LayoutError, StoreError
 from kvferry.keys import ChunkKeys, Namespace, state_keys
 from kvferry.record.check import ReadFault, RecordInfo
+from kvferry.record.join import whole_schema
 from kvferry.store.base import Store
 from kvferry.store.catalogue import Indexed, Removal
 from kvferry.store.maintenance import read_header
@@ -36,6 +37,10 @@ _FORGETFUL = "the store does not remember what it removed"
 _IN_SHARDS = (
     "stored only in shards, of ranks on several machines: engines with the same split read these, "
     "`kvferry copy --join` makes whole records"
+)
+_LACKS_SHARDS = (
+    "stored only in shards, of ranks on several machines, and not all are here, so that engines "
+    "that share this store compute it: {why}"
 )
 
 COMPARE_SECONDS = 10.0
@@ -154,6 +159,15 @@ class PromptAnswer:
 def away_lines(away: Mapping[str, Fault]) -> list[str]:
     """Say which tiers do not answer, and why."""
     return [f"{name}: away: {why}" for name, why in away.items()]
+
+
+def _in_shards(shards: Sequence[RecordInfo]) -> str:
+    """Say what shards a chunk has, and which rows are in none."""
+    try:
+        whole_schema(shards)
+    except LayoutError as error:
+        return _LACKS_SHARDS.format(why=error)
+    return _IN_SHARDS
 
 
 def _removed(store: Store) -> tuple[Store, dict[ChunkKey, Removal] | None]:
@@ -292,7 +306,8 @@ class PromptSearch:
         return Explanation(space, _merged(self._judged(runs)), *states)
 
     def _with_shards(self, found: Explanation) -> Explanation:
-        """Say of which absent chunks there are shards, as far as listings in time show any."""
+        """Say of which absent chunks there are shards, as far as listings in time show any, and of
+        which not all are there, where they were listed to the end."""
         space, size = found.space.namespace, found.space.chunk_tokens
         keys = ChunkKeys(space.digest, size, self._extra)
         keys.extend(self.token_ids)
@@ -306,6 +321,8 @@ class PromptSearch:
                 absent[space.digest, keys.keys[first // size]] = len(runs)
                 runs.append(run._replace(first_token=first, num_tokens=size))
         until = time.monotonic() + COMPARE_SECONDS
+        shards: dict[int, list[RecordInfo]] = {}
+        num_listed = 0
         for store in self._tiers.values():
             with suppress(StoreError):  # it answers, and cannot be listed
                 entries = store.catalogue().scan()
@@ -313,7 +330,12 @@ class PromptSearch:
                 for _, info in shards_of(store, listing, absent, [space]):
                     if info.is_shard:
                         number = absent[space.digest, ChunkKey(info.of)]
-                        runs[number] = runs[number]._replace(detail=_IN_SHARDS)
+                        shards.setdefault(number, []).append(info)
+                num_listed += time.monotonic() < until
+        are_all = num_listed == len(self._tiers) and not self.away
+        for number, infos in shards.items():
+            detail = _in_shards(infos) if are_all else _IN_SHARDS
+            runs[number] = runs[number]._replace(detail=detail)
         return found._replace(runs=_merged(runs))
 
     def _end_at_a_state(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from kvferry.store.file.catalogue import FileCatalogue
 from kvferry.store.file.directory import record_path
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
-from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import ChunkKey, ExtraKeys, KVGroup
 from tests.cli.conftest import CHUNK_TOKENS as CHUNK
 from tests.cli.conftest import TOKENS
@@ -247,22 +245,35 @@ def test_a_shard_whose_key_does_not_follow_from_its_record_is_wrong(lie, joined,
     assert (ran.code, "other_record" in ran.out) == (1, True)
 
 
-COMMAND = "import sys; from kvferry.cli.main import main; sys.exit(main(sys.argv[1:]))"
+KILLED = """
+import os, signal, sys
+from kvferry.cli import copy
+from kvferry.cli.main import main
+
+def put(copying, *record):
+    real(copying, *record)
+    if copying.num_read == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+real, copy._Copying._put = copy._Copying._put, put
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, which is killed after its fifth record."""
 
 
-@pytest.mark.slow
-def test_an_interrupted_join_is_resumed(joined, url, other, tmp_path):
-    made = Made(tokens=range(100, 100 + 120 * CHUNK))
-    put_all(url, made.shards(*RANKS))
-    command = [sys.executable, "-c", COMMAND, "copy", url, other, "--join"]
-    with subprocess.Popen(command, env=os.environ) as process:
-        wait_until(lambda: len(list((tmp_path / "other").rglob("*.safetensors"))) > 5, "records")
-        process.send_signal(signal.SIGKILL)
-    before = stored(other)
+@pytest.mark.parametrize("kind", ["file", "valkey"])
+def test_an_interrupted_join_is_resumed(joined, url_of, kind, tmp_path):
+    source, target = (tmp_path / "shards").as_uri(), url_of(kind)
+    made = Made(tokens=range(100, 100 + 12 * CHUNK))
+    put_all(source, made.shards(*RANKS))
+    command = [sys.executable, "-c", KILLED, "copy", source, target, "--join"]
+    ran = subprocess.run(command, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    before = stored(target)
+    assert len(before) == 5
     assert before.items() <= made.records.items()
-    value = joined(url, other)
-    assert counts(value) == (120, 120, 240, 120 - len(before), len(before), 0)
-    assert stored(other) == made.records
+    assert counts(joined(source, target)) == (12, 12, 24, 7, 5, 0)
+    assert stored(target) == made.records
 
 
 @pytest.mark.parametrize("with_whole", [False, True])
@@ -306,9 +317,10 @@ def test_groups_of_a_later_release_hide_no_shard_of_a_prompt(groups, run, url, o
     assert set(stored(url)) == set(left)
 
 
+@pytest.mark.parametrize("join", [True, False])
 @pytest.mark.parametrize(("form", "is_listed"), [("groups", True), ("cache", False)])
-def test_a_store_is_listed_for_a_prompt_only_where_shards_may_be(
-    form, is_listed, run, url, other, tokens_file, monkeypatch
+def test_a_store_is_listed_for_a_prompt_once_and_only_where_shards_may_be(
+    form, is_listed, join, run, url, other, tokens_file, monkeypatch
 ):
     """Listing a bucket takes minutes."""
     described = dict(SPACE.description)
@@ -322,13 +334,14 @@ def test_a_store_is_listed_for_a_prompt_only_where_shards_may_be(
         yield from entries(store, found)
 
     monkeypatch.setattr(stores, "entries", noted)
-    ran = run("copy", url, other, "--namespace", space.digest.hex(), "--tokens", tokens_file)
+    chosen = ["--namespace", space.digest.hex(), "--tokens", tokens_file]
+    ran = run("copy", url, other, *chosen, *(["--join"] if join else []))
     assert ran.code == 0, ran.err
-    assert bool(listed) == is_listed
+    assert len(listed) == is_listed
 
 
 @pytest.mark.parametrize("whole", [(), (0,), (2,), (0, 1, 3)])
-@pytest.mark.parametrize("splits", [RANKS, STAGES, RANKS[:1]])
+@pytest.mark.parametrize("splits", [RANKS, STAGES])
 def test_explain_names_the_shards_of_chunks_without_a_whole_record(
     splits, whole, run, url, tokens_file
 ):
@@ -345,6 +358,35 @@ def test_explain_names_the_shards_of_chunks_without_a_whole_record(
     runs = json.loads(ran.out)["namespaces"][0]["chunks"]
     in_shards = [each for each in runs if "shards" in each["detail"]]
     assert sum(each["num_tokens"] for each in in_shards) == (4 - len(whole)) * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("splits", "why"),
+    [
+        (RANKS[:1], "4 of 8 rows of kv.0 are in no shard, first layer 0, head 1"),
+        (RANKS[1:], "4 of 8 rows of kv.0 are in no shard, first layer 0, head 0"),
+        (STAGES[:1], "6 of 8 rows of kv.0 are in no shard, first layer 1, head 0"),
+        (STAGES[1:], "no shard has a row of component 1"),
+        ((RANKS[0], STAGES[1]), "1 of 8 rows of kv.0 are in no shard, first layer 0, head 1"),
+    ],
+)
+def test_explain_says_which_rows_are_in_no_shard(splits, why, run, url, tokens_file):
+    """Of the chunk in the middle; all others are whole sets."""
+    made = Made()
+    shards = made.shards(*RANKS)
+    of_second = [*shards][2:4]
+    lacking = {key: shard for key, shard in shards.items() if key not in of_second}
+    of_split = {
+        info.key: data
+        for ranges in splits
+        for info, data in [cut(SCHEMA, made.records[made.keys[1]], ranges, of=made.keys[1])]
+    }
+    put_all(url, lacking | of_split)
+    asked = ["--namespace", SPACE.digest.hex(), "--tokens", tokens_file, "--json", "-"]
+    said = json.loads(run("explain", url, *asked).out)["namespaces"][0]["chunks"][:3]
+    assert [each["num_tokens"] // CHUNK for each in said] == [1, 1, 2]
+    assert why in said[1]["detail"]
+    assert all("are in no shard" not in said[number]["detail"] for number in (0, 2))
 
 
 @pytest.mark.parametrize("cause", ["others", "no time", "no listing"])

@@ -167,8 +167,8 @@ def pin(
     """Protect records from eviction, and from `rm` by age and size; 'now' unpins them.
 
     Only a directory can pin, up to half of its quota: give the same max_bytes in the URL as the
-    engines do. Servers evict by their own rules and cannot. Exit code 1 if none of the chosen
-    records is there.
+    engines do. Servers evict by their own rules and cannot. Ranks on several machines may have a
+    directory each: pin in all. Exit code 1 if none of the chosen records is there.
 
     Example: kvferry pin "file:///var/cache/kvferry?max_bytes=200GiB" --until 36h --model M
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, NamedTuple
 
 import typer
@@ -67,9 +67,7 @@ def copy(
     target = _target(to)
     with open_existing(url) as source, progress() as bar:
         items = _Items(source, choice)
-        if join:
-            items.find_shards(bar)
-        num_records, num_bytes = items.count()
+        num_records, num_bytes = items.count(bar if join else None)
         _refuse_small(target, num_bytes)
         of_what = f"{format_size(num_bytes)}{items.said()}"
         facts: JsonRow = {"dry_run": dry_run, "records": num_records, "num_bytes": num_bytes}
@@ -113,29 +111,41 @@ class _Items:
     def __init__(self, source: Store, choice: Choice) -> None:
         self._source = source
         self._choice = choice
+        # Of a prompt, whose records are looked up one by one; others are many, and are listed.
+        self._of_prompt = None if choice.prompt is None else list(chosen(source, choice))
         self.shards: dict[tuple[bytes, ChunkKey], list[Entry]] = {}
         self.keys: set[ChunkKey] = set()
 
-    def find_shards(self, bar: Progress) -> None:
-        """Look for shards among the chosen records."""
-        entries = chosen(self._source, self._choice)
-        for entry in bar.track(entries, description="looking for shards"):
-            info = inspect(self._source, entry)
-            if not isinstance(info, ReadFault) and info.is_shard:
-                whole = info.schema.namespace, ChunkKey(info.of)
+    def count(self, bar: Progress | None) -> tuple[int, int]:
+        """Return the number of records, and of the bytes that are stored of them now. With a `bar`,
+        look for shards among what is chosen."""
+        num_wholes = num_bytes = 0
+        entries: Iterable[Entry] = self._chosen()
+        if bar is not None:
+            entries = bar.track(entries, description="looking for shards")
+        for entry in entries:
+            num_bytes += entry.stored_bytes
+            whole = None if bar is None else self._whole_of(entry)
+            if whole is None:
+                num_wholes += 1
+            else:
                 self.shards.setdefault(whole, []).append(entry)
                 self.keys.add(entry.key)
+        return num_wholes + len(self.shards), num_bytes
 
-    def count(self) -> tuple[int, int]:
-        """Return the number of records, and of the bytes that are stored of them now."""
-        num_records = num_bytes = 0
-        for item in self:
-            num_records += 1
-            num_bytes += sum(entry.stored_bytes for entry in item.entries)
-        return num_records, num_bytes
+    def _chosen(self) -> Iterable[Entry]:
+        found = self._of_prompt
+        return chosen(self._source, self._choice) if found is None else found
+
+    def _whole_of(self, entry: Entry) -> tuple[bytes, ChunkKey] | None:
+        """Return the namespace and key of the record of which an entry is a shard."""
+        info = inspect(self._source, entry)
+        if isinstance(info, ReadFault) or not info.is_shard:
+            return None
+        return info.schema.namespace, ChunkKey(info.of)
 
     def __iter__(self) -> Iterator[_Item]:
-        for entry in chosen(self._source, self._choice):
+        for entry in self._chosen():
             if entry.key not in self.keys:
                 yield _Item(entry.namespace, entry.key, [entry])
         for whole, entries in self.shards.items():

@@ -22,12 +22,7 @@ def joined(shards: Sequence[tuple[RecordInfo, memoryview]]) -> memoryview:
     Raises:
         LayoutError: they are of different records, or lack rows.
     """
-    infos = [info for info, _ in shards]
-    try:
-        whole = _whole_schema(infos)
-    except ConfigError as error:
-        raise LayoutError(f"its shards make no record: {error}") from error
-    _require_all_rows(whole, infos)
+    whole = whole_schema([info for info, _ in shards])
     image = memoryview(bytearray(whole.record_bytes))
     table = _table(whole, image)
     for info, record in shards:
@@ -38,17 +33,28 @@ def joined(shards: Sequence[tuple[RecordInfo, memoryview]]) -> memoryview:
             image[at : at + size] = record[of : of + size]
             # No leaf crosses a row, so its checksums hold in the whole record as well.
             table[whole.leaf_slice(rows)] = its_table[info.schema.leaf_slice(its_rows)]
-    first = infos[0]
+    first, _ = shards[0]
     head = whole.encode_head(ChunkKey(first.of), first.first_token, bytes(table), first.mark)
     image[: whole.head_bytes] = head
     return image
+
+
+def whole_schema(shards: Sequence[RecordInfo]) -> RecordSchema:
+    """Return the schema of the record that shards make, given the header of each; at least one.
+    Raises as `joined`."""
+    try:
+        whole = _common_schema(shards)
+    except ConfigError as error:
+        raise LayoutError(f"its shards make no record: {error}") from error
+    _require_all_rows(whole, shards)
+    return whole
 
 
 def _table(schema: RecordSchema, record: memoryview) -> memoryview:
     return record[schema.header_bytes + CHECKSUM.num_bytes : schema.head_bytes]
 
 
-def _whole_schema(shards: Sequence[RecordInfo]) -> RecordSchema:
+def _common_schema(shards: Sequence[RecordInfo]) -> RecordSchema:
     """Return the schema of the record that these are shards of. Raises LayoutError if they are not
     of one record, or none has rows of some component, ConfigError if no record has that schema."""
     first = shards[0]
