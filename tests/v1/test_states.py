@@ -82,7 +82,7 @@ def test_a_step_offers_states_of_whole_blocks_with_a_block_of_each_table(case):
     assert found == [OfferedState(*each) for each in expected]
 
 
-def stepping(states, offers=()):
+def stepping(states, offers=(), change=lambda output: None):
     requests = HostRequests(states=states)
     request = SimpleNamespace(
         request_id="r",
@@ -103,6 +103,7 @@ def stepping(states, offers=()):
         num_scheduled_tokens={"r": 16},
     )
     vars(output).update(vars(offering(offers, TABLES)))
+    change(output)
     return view, requests.step(output), output
 
 
@@ -111,6 +112,34 @@ def test_a_host_of_a_model_with_states_reads_them_in_each_step_and_another_reads
     assert step.scheduled[0].states == [OfferedState(48, {1: 7, 2: 9}, is_kept=False)]
     _, step, _ = stepping(None)
     assert step.scheduled[0].states == ()
+
+
+def boundary(**fields):
+    return {"kv_connector_block_state": SimpleNamespace(**fields)}
+
+
+OTHER_SPELLINGS = {
+    "no state of blocks": lambda output: vars(output).pop("kv_connector_block_state"),
+    "offers of another name": lambda output: vars(output).update(
+        boundary(partial_tail_offloads={}, get_block_ids=lambda _: TABLES)
+    ),
+    "offers of more fields": lambda output: vars(output).update(
+        boundary(boundary_state_offloads={"r": [(1, 5, 32, 0)]}, get_block_ids=lambda _: TABLES)
+    ),
+    "fewer tables": lambda output: vars(output).update(
+        boundary(boundary_state_offloads={}, get_block_ids=lambda _: TABLES[:2])
+    ),
+    "tables without the blocks before": lambda output: vars(output).update(
+        boundary(boundary_state_offloads={}, get_block_ids=lambda _: ([1, 2, 3], [7], [9]))
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_SPELLINGS)
+def test_a_step_in_another_spelling_is_read_as_none_and_no_block_is_guessed(how):
+    _, step, _ = stepping(spec_of(1, 2), change=OTHER_SPELLINGS[how])
+    with pytest.raises((AttributeError, LookupError, ValueError)):
+        _ = step.scheduled
 
 
 def test_a_step_without_new_blocks_may_hand_off_a_state():

@@ -275,7 +275,7 @@ class HostRequests:
         raises: an output in no known spelling gives an `UnreadableStep`."""
         try:
             return self._step(output)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             for view in self._views.values():  # any table may lack a block of this step
                 view.table = None
             return cast("StepView", UnreadableStep(error))
