@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvferry.testing.models import write_random_model
+from tests.real_vllm.conftest import Pool
+from tests.real_vllm.harness import EXAMPLES, Process
 
 SHAPE = {
     "vocab_size": 320,
@@ -80,10 +83,76 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
     },
+    # Likewise, with states in float32, as its checkpoints say.
+    "qwen3_5_text": {
+        "mamba_ssm_dtype": "float32",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
 }
 
-BLOCKS = {"qwen3_next": 384}
+BLOCKS = {"qwen3_next": 384, "qwen3_5_text": 640}
 """Tokens of a block, for which vLLM chooses a multiple of 128 that has room for a state."""
+
+NEED_TORCHVISION = {"qwen3_5_text"}
+"""vLLM imports their module with one for images, whose package its CPU build lacks."""
+
+TORCHVISION = '''
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class Named(type):
+    def __getattr__(cls, name):
+        return named(name)
+
+
+def named(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Named(name, (), {})
+
+
+class Names:
+    """Finds and loads any module of the package."""
+
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name.startswith("torchvision.") else None
+
+    def create_module(self, spec):
+        module = ModuleType(spec.name)
+        module.__getattr__ = named
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.append(Names())
+'''
+"""A package in which all names are there and none does anything, for models of text."""
+
+
+def write_torchvision(root: Path) -> Path:
+    """Write that package to `root`, for the path of Python; return `root`."""
+    (root / "torchvision").mkdir(parents=True)
+    (root / "torchvision" / "__init__.py").write_text(TORCHVISION)
+    about = root / "torchvision-0.28.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    return root
+
+
+def with_torchvision(pool: Pool, root: Path) -> tuple[Process, Process]:
+    """Return two processes that find that package, in place of `first` and `second`."""
+    paths = str(write_torchvision(root)), str(EXAMPLES), os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, paths))
+    return pool.get("images 1", PYTHONPATH=path), pool.get("images 2", PYTHONPATH=path)
 
 
 def options_of(arch: str) -> dict[str, Any]:

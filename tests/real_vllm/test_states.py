@@ -25,7 +25,14 @@ from tests.real_vllm.harness import (
     wait_for_records,
 )
 from tests.real_vllm.host import RELEASE
-from tests.real_vllm.hybrids import BLOCKS, MODELS, options_of, write_hybrid
+from tests.real_vllm.hybrids import (
+    BLOCKS,
+    MODELS,
+    NEED_TORCHVISION,
+    options_of,
+    with_torchvision,
+    write_hybrid,
+)
 from tests.real_vllm.test_handovers import ask, prefill
 from tests.real_vllm.test_ranks import TWO_RANKS
 from tests.real_vllm.test_sessions import assert_says
@@ -62,13 +69,21 @@ def computed(engine: Engine, prompts: Iterable[list[int]]) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("arch", MODELS)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=pytest.mark.sweep) if arch in NEED_TORCHVISION else arch
+        for arch in MODELS
+    ],
+)
 def test_a_hybrid_model_goes_on_from_the_states_of_another_process_as_from_its_own(
     arch: str, tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
-    first: Process, second: Process,
+    first: Process, second: Process, pool: Pool,
 ) -> None:  # fmt: skip
+    if arch in NEED_TORCHVISION:
+        first, second = with_torchvision(pool, tmp_path / "names")
     model, options, block = hybrids[arch], options_of(arch), BLOCKS.get(arch, 128)
-    connector = kvferry(tmp_path, chunk_tokens=block)
+    connector = kvferry(tmp_path / "store", chunk_tokens=block)
     prompts = [make_prompt(length) for length in LENGTHS]
     hits = [(length - 1) // block * block for length in LENGTHS]
     with second.engine(model, **options) as engine:
@@ -77,7 +92,7 @@ def test_a_hybrid_model_goes_on_from_the_states_of_another_process_as_from_its_o
     assert [answer.cached for answer in own] == hits
     with first.engine(model, connector, **options) as engine:
         cold = engine.generate(prompts)
-        wait_for_records(tmp_path, num_records(LENGTHS, block))
+        wait_for_records(tmp_path / "store", num_records(LENGTHS, block))
     with second.engine(model, connector, **options) as engine:
         warm = engine.generate(prompts)
     assert_same(own, cold)
@@ -85,7 +100,7 @@ def test_a_hybrid_model_goes_on_from_the_states_of_another_process_as_from_its_o
     assert [answer.cached for answer in warm] == hits
     assert warm.external == sum(hits)
     assert warm.counted("hook_failed", "failed", "contract") == 0
-    with open_one(tmp_path.as_uri()) as store:
+    with open_one((tmp_path / "store").as_uri()) as store:
         [held] = survey(store, store.catalogue().described())
     assert held.namespace is not None
     assert f"a recurrent state after every {block} tokens has" in second.log.read_text()

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_vllm.conftest import MakePrompt
+from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import Process, assert_same
 from tests.real_vllm.host import serves_tiers
-from tests.real_vllm.hybrids import BLOCKS, options_of, write_hybrid
+from tests.real_vllm.hybrids import (
+    BLOCKS,
+    NEED_TORCHVISION,
+    options_of,
+    with_torchvision,
+    write_hybrid,
+)
 from tests.real_vllm.test_tier_engine import (
     LENGTHS,
     assert_counters_agree,
@@ -19,7 +25,8 @@ from tests.real_vllm.test_tier_engine import (
 
 pytestmark = serves_tiers()
 
-ARCHS = ("granitemoehybrid", "lfm2", "qwen3_next")
+ARCHS = ("granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5_text")
+OF_A_SWEEP = {"lfm2", "qwen3_5_text"}
 
 
 @pytest.fixture(scope="session")
@@ -29,13 +36,16 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    "arch", ["granitemoehybrid", pytest.param("lfm2", marks=pytest.mark.sweep), "qwen3_next"]
+    "arch",
+    [pytest.param(each, marks=pytest.mark.sweep) if each in OF_A_SWEEP else each for each in ARCHS],
 )
 def test_a_hybrid_model_says_the_same_with_rows_of_another_process(
     arch: str, tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
-    first: Process, second: Process,
+    first: Process, second: Process, pool: Pool,
 ) -> None:  # fmt: skip
-    model, connector, options = hybrids[arch], offloading(tmp_path), options_of(arch)
+    if arch in NEED_TORCHVISION:
+        first, second = with_torchvision(pool, tmp_path / "names")
+    model, connector, options = hybrids[arch], offloading(tmp_path / "store"), options_of(arch)
     block = BLOCKS.get(arch, 128)
     connector["kv_connector_extra_config"]["block_size"] = block
     prompts = [make_prompt(length) for length in LENGTHS]
@@ -47,7 +57,7 @@ def test_a_hybrid_model_says_the_same_with_rows_of_another_process(
         own = engine.generate(prompts)
     assert own.local == hits
     with first.engine(model, connector, **options) as engine:
-        cold = store_all(engine, tmp_path, prompts, make_prompt, rows)
+        cold = store_all(engine, tmp_path / "store", prompts, make_prompt, rows)
     with second.engine(model, connector, **options) as engine:
         warm = engine.generate(prompts)
     assert_same(own, cold)
