@@ -57,6 +57,7 @@ def make_shared_storage_host(
     draw: Callable[[], float] = lambda: 0.5,
     setup: DeviceSetup | None = None,
     engine_id: str | None = None,
+    ranks_per_machine: int | None = None,
     whole_items: bool = False,
     drafts: Callable[[int], DraftSpec] | None = None,
 ) -> tuple[SimulatedHost, Any]:
@@ -67,6 +68,7 @@ def make_shared_storage_host(
     groups = groups or make_groups()
     stages = stages or [[(0, group.num_layers) for group in groups]]
     shards = [pipeline_shard(groups, rank, world_size, stages) for rank in range(world_size)]
+    per_machine = ranks_per_machine or world_size
     specs = [
         EngineSpec(
             identity=ModelIdentity(weights=weights, config=config or {"model_type": "simulated"}),
@@ -77,6 +79,7 @@ def make_shared_storage_host(
             data_parallel_index=data_parallel_index,
             mode=mode,
             engine_id=engine_id,
+            first_local_rank=shard.rank // per_machine * per_machine,
             whole_items=whole_items,
             tables=parts_of_tables(tables or table_per_group(groups), shard),
             drafts=None if drafts is None else drafts(shard.rank),

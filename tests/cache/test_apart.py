@@ -53,13 +53,19 @@ SPLITS = {
     "both": (groups(), 4, TWO_STAGES, 4),
     "replicas": (groups(2), 4, (), 2),
     "one head": (groups(1), 2, (), 1),
+    "one head on two machines": (groups(1), 4, (), 1),
     "replicas of one group": (MIXED, 2, (), 2),
     "a stage without a group": (MIXED, 2, [[(0, 2), (0, 1)], [(2, 2), (1, 3)]], 2),
     "a stage without layers": (groups(), 2, [[(0, 3)], [(3, 3)]], 1),
     "a first stage without layers": (groups(), 2, [[(0, 0)], [(0, 3)]], 1),
     "a first of three stages without layers": (groups(), 3, [[(0, 0)], [(0, 2)], [(2, 3)]], 2),
 }
-WHOLE = {"one head", "a stage without layers", "a first stage without layers"}
+WHOLE = {
+    "one head",
+    "one head on two machines",
+    "a stage without layers",
+    "a first stage without layers",
+}
 """Splits in which a rank holds all, so that the records are whole."""
 FIRST_IS_EMPTY = {"a first stage without layers", "a first of three stages without layers"}
 
@@ -719,6 +725,22 @@ def test_replicas_that_share_memory_write_one_shard(make_host, places):
     assert all(where(key) is HERE for key in keys_of(host))
     reader = start(make_host, places.directory(4), "replicas", engine_id="reads")
     assert reader.run("reader", PROMPT).num_external_tokens == 40
+
+
+def test_replicas_of_several_machines_share_the_memory_of_the_first_of_each(make_host, places):
+    split, given = "one head on two machines", {"ranks_per_machine": 2}
+    host = start(make_host, places.directory(4), split, engine_id="stores", **given)
+    regions = [rank.worker.region for rank in host.ranks]
+    assert [region.loads_only for region in regions] == [False, True] * 2
+    names = [region.name for region in regions]
+    assert names == [names[0], names[0], names[2], names[2]]
+    assert names[0] != names[2]
+    store(host)
+    assert host.observer["put_stored"] == 5
+    reader = start(make_host, places.directory(4), split, engine_id="reads", **given)
+    assert reader.run("reader", PROMPT).num_external_tokens == 40
+    assert_settles(reader)
+    assert not reader.scheduler.identity.state.is_final
 
 
 @pytest.mark.parametrize("split", ["heads", "layers"])

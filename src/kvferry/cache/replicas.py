@@ -1,5 +1,5 @@
-"""Host memory that ranks with the same kv heads share: the first of them makes it, reads records
-into it and writes them out of it; the others only load from it.
+"""Host memory that ranks of one machine with the same kv heads share: the first of them makes it,
+reads records into it and writes them out of it; the others only load from it.
 
 They meet in a small file that is named after their engine. Its first bytes say where the memory is.
 Behind them, each of the others has a word: how many plans it is past. The first rank fills no slot
@@ -53,10 +53,11 @@ class Replicas:
     ) -> None:
         shard = spec.shard
         self.loads_only = False
-        self._index = shard.rank % shard.num_replicas
+        first = max(shard.rank - shard.rank % shard.num_replicas, spec.first_local_rank)
+        self._index = shard.rank - first
         # By place among the replicas: 0 for the first, and for one with memory of its own.
         self._words = memoryview(bytes(8)).cast("Q")
-        place = _meeting_place(spec) if shard.num_replicas > 1 else None
+        place = _meeting_place(spec, first) if shard.num_replicas > 1 else None
         if place is not None and self._index > 0:
             found = _find(place, num_slots, slot_bytes, time.monotonic() + seconds)
             if found is not None:
@@ -68,7 +69,7 @@ class Replicas:
             logger.warning(
                 "rank %d finds no memory of rank %d, which holds the same kv heads: it has its own",
                 shard.rank,
-                shard.rank - self._index,
+                first,
             )
         is_shared = spec.multi_process or shard.world_size > 1
         self.memory = SlotMemory(num_slots, slot_bytes, is_shared=is_shared)
@@ -91,8 +92,8 @@ class Replicas:
         return not any(0 < word <= number for word in self._words)
 
 
-def _meeting_place(spec: EngineSpec) -> Path | None:
-    """The file of this rank and its replicas; None if there can be none."""
+def _meeting_place(spec: EngineSpec, first: int) -> Path | None:
+    """The file of the replicas of which this rank is the first; None if there can be none."""
     if spec.engine_id is None:
         return None
     directory = Path(tempfile.gettempdir()) / f"kvferry-slots-{os.geteuid()}"
@@ -102,7 +103,6 @@ def _meeting_place(spec: EngineSpec) -> Path | None:
             return None
     except OSError:
         return None
-    first = spec.shard.rank - spec.shard.rank % spec.shard.num_replicas
     name = f"{spec.engine_id}\0{spec.data_parallel_index}\0{first}"
     return directory / sha256(name.encode()).hexdigest()
 

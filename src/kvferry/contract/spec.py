@@ -105,6 +105,7 @@ class EngineSpec:
             directions: KV of a part of it is right only if one step computed the whole.
         engine_id: names this engine, in all its processes. Ranks that hold the same kv heads then
             share host memory; None: each has its own.
+        first_local_rank: the first rank of this rank's machine, which has all up to this one.
         tables: how the host divides the layers over block tables. A scheduler role reads table,
             group, block size, window and chunk only, and needs a part for every table and group
             that some rank uses. The host may have further tables. None: one table per group, in
@@ -133,6 +134,7 @@ class EngineSpec:
     chunk_multiple: int = 1
     whole_items: bool = False
     engine_id: str | None = None
+    first_local_rank: int = 0
     tables: tuple[TablePart, ...] | None = None
     states: StateSpec | None = None
     drafts: DraftSpec | None = None

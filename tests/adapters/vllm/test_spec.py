@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -204,6 +205,34 @@ def test_an_engine_knows_its_place_in_a_data_parallel_group(model, names_of_rele
     config = make_config(model)
     vars(config.parallel_config).update(names_of_release)
     assert spec_of(config).data_parallel_index == index
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "first"),
+    [
+        (0, 0, 0),
+        (5, 5, 0),
+        (8, 0, 8),
+        (11, 3, 8),
+        (3, 11, 0),  # the second engine of a data-parallel group on one machine
+        (11, None, 0),
+    ],
+)
+def test_a_rank_knows_the_first_of_its_machine(model, monkeypatch, rank, local, first):
+    config = make_config(model)
+    parallel = config.parallel_config
+    parallel.rank, parallel.tensor_parallel_size, parallel.world_size = rank, 16, 16
+
+    def get_world_group():
+        assert local is not None, "world group is not initialized"
+        return SimpleNamespace(local_rank=local)
+
+    state = ModuleType("vllm.distributed.parallel_state")
+    state.get_world_group = get_world_group
+    monkeypatch.setitem(sys.modules, state.__name__, state)
+    for package in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    assert spec_of(config).first_local_rank == first
 
 
 def short_and_padded():

@@ -237,6 +237,17 @@ def shares_handshake(connector: object) -> bool:
     return has_one is not None and has_one() and transfer.get_kv_transfer_group() is not connector
 
 
+def first_local_rank(rank: int) -> int:
+    """The first rank on the machine of a worker, given its own; 0 where vLLM does not say it, as in
+    the scheduler's process."""
+    state = _module("vllm.distributed.parallel_state")
+    try:
+        # Below 0 in a data-parallel group: then ranks of other engines count as well.
+        return max(0, rank - int(state.get_world_group().local_rank))
+    except (AttributeError, AssertionError):  # vLLM has no such group here
+        return 0
+
+
 def exchange_over_stages(said: bytes, seconds: float = STAGE_SECONDS) -> list[bytes]:
     """Send `said` to the ranks of the other pipeline stages that hold the same heads. Return what
     each of them says, by stage. Called once by each worker, as vLLM constructs its connector.

@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvferry.adapters.vllm.host import cpu_kernels, has_whole_items, load_host, platform_name
+from kvferry.adapters.vllm.host import (
+    cpu_kernels,
+    first_local_rank,
+    has_whole_items,
+    load_host,
+    platform_name,
+)
 from kvferry.adapters.vllm.layers import Layer, num_target_layers, stages_of
 from kvferry.adapters.vllm.states import identity_with_states, shared_block_size
 from kvferry.contract.spec import EngineSpec, Mode, StateSpec
@@ -51,8 +57,7 @@ def engine_spec(
         states: the model's recurrent states, if it has any.
 
     Raises:
-        ConfigError: a model that cannot be described, or records that would end within blocks that
-            can only be stored whole.
+        ConfigError: a model that cannot be described, or chunks that divide what must stay whole.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     tp, num_stages = parallel.tensor_parallel_size, stages_of(parallel)
@@ -88,6 +93,7 @@ def engine_spec(
         chunk_multiple=multiple,
         whole_items=has_whole_items(vllm_config),
         engine_id=getattr(transfer, "engine_id", None),
+        first_local_rank=first_local_rank(rank),
         tables=tables,
         states=states,
     )

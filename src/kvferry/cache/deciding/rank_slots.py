@@ -155,8 +155,10 @@ class RankSlots:
         if self._unopened and not self.are_apart and len(self._regions) == self._world_size:
             self._be_apart(*next(iter(self._unopened.items())))
         for rank, each in self._regions.items():
-            first = self._regions.get(rank - rank % each.shard.num_replicas)
-            if each.loads_only and first is not None and first.name != each.name:
+            first = rank - rank % each.shard.num_replicas
+            before = [self._regions.get(other) for other in range(first, rank)]
+            made = {other.name for other in before if other is not None and not other.loads_only}
+            if each.loads_only and None not in before and each.name not in made:
                 return (
                     f"rank {rank} shares host memory with another engine. Nothing is loaded or "
                     "saved; give each engine an engine_id of its own"
