@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kvferry.config import format_size
 from kvferry.errors import FaultKind, StoreError
 from kvferry.explain import PromptSearch, Space
 from kvferry.identity import adapter_digest
@@ -24,6 +25,7 @@ from kvferry.keys import (
     Namespace,
     opaque_key,
     opaque_namespace,
+    state_keys,
 )
 from kvferry.record.schema import RecordSchema, leaf_digests
 from kvferry.store.base import PutResult
@@ -66,8 +68,10 @@ def put_prompt(
     space: Namespace = SPACE,
     tokens: Sequence[int] = TOKENS,
     extra: ExtraKeys = NO_EXTRA_KEYS,
+    states: Sequence[int] = (),
 ) -> list[ChunkKey]:
-    """Store a prompt as an engine does, and describe its namespace."""
+    """Store a prompt as an engine does, with the states behind some chunks, and describe its
+    namespace."""
     size = space.description["chunk_tokens"]
     schema = RecordSchema.for_groups(namespace=space.digest, chunk_tokens=size, groups=(GROUP,))
     keys = ChunkKeys(space.digest, size, extra)
@@ -76,7 +80,12 @@ def put_prompt(
     table = leaf_digests(schema.components[0], memoryview(payload))
     with open_one(url, Opening(namespace=space.digest)) as store:
         store.describe(space.digest, space.as_text())
-        for number, key in enumerate(keys.keys):
+        records = list(enumerate(keys.keys)) + [
+            (number, part)
+            for number in states
+            for part in state_keys(keys.keys[number], space.state_parts)
+        ]
+        for number, key in records:
             image = memoryview(bytearray(schema.head_bytes) + payload)
             stored = put_record(store, schema, key, number * size, table, image, mark=keys.mark)
             assert stored.result is PutResult.STORED
@@ -322,6 +331,22 @@ def test_a_miss_by_the_size_of_blocks_with_states_names_the_option(url, asked, h
     sizes = {each.description["chunk_tokens"] for each in (here, there)}
     noted = any("Engines share with one --block-size" in each for each in value["notes"])
     assert noted == (len(sizes) > 1 and here is not SPACE)
+
+
+def test_where_states_are_stored_and_how_large_they_are_is_said(url, asked):
+    space = with_states(7, 2)
+    keys = put_prompt(url, space, states=(0, 2))
+    said = asked(url, space=space)
+    [found] = said["namespaces"]
+    assert (said["hit_tokens"], found["states"]) == (21, [7, 21])
+    record = found["chunks"][0]["num_bytes"] // 3
+    assert found["state_bytes"] == 2 * record
+    size = format_size(2 * record)
+    assert f"States are stored after 7, 21 tokens, each of {size} in 2 records." in said["notes"]
+    with open_one(url, Opening(namespace=space.digest)) as store:
+        assert store.delete(state_keys(keys[2], 2)[1])
+    said = asked(url, space=space)
+    assert (said["hit_tokens"], said["namespaces"][0]["states"]) == (7, [7])
 
 
 def test_of_namespaces_that_never_had_a_prompt_the_most_alike_answers(url):

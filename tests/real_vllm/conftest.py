@@ -3,7 +3,10 @@ here; `scripts/test-vllm` fails if nothing was collected."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import json
 import os
 import random
 import shutil
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.cli.main import main
 from kvferry.testing.models import make_tiny_model
 from tests.real_vllm.damage import DAMAGES, by_position
 from tests.real_vllm.harness import Answer, Oracle, Process, kvferry, wait_for_records
@@ -21,6 +25,7 @@ from tests.real_vllm.harness import Answer, Oracle, Process, kvferry, wait_for_r
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
 MakePrompt = Callable[..., list[int]]
+Explain = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +72,24 @@ def make_prompt(request: pytest.FixtureRequest) -> MakePrompt:
         return start + [source.randrange(3, 320) for _ in range(num_tokens - len(start))]
 
     return make
+
+
+@pytest.fixture
+def explain(tmp_path: Path) -> Explain:
+    """`kvferry explain`, which answers for some stores and a prompt."""
+
+    def call(urls: list[str], prompt: list[int] | None, *options: str) -> dict[str, Any]:
+        command = ["explain", *urls, *options]
+        if prompt is not None:
+            tokens = tmp_path / "tokens.json"
+            tokens.write_text(json.dumps(prompt))
+            command += ["--tokens", str(tokens)]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main([*command, "--json", "-"]) == 0
+        value: dict[str, Any] = json.loads(out.getvalue())
+        return value
+
+    return call
 
 
 class Pool:

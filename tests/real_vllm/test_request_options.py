@@ -3,18 +3,11 @@ most common reasons of misses."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from kvferry.cli.main import main
 from kvferry.store.url import open_one
-from tests.real_vllm.conftest import MakePrompt
+from tests.real_vllm.conftest import Explain, MakePrompt
 from tests.real_vllm.harness import (
     Engine,
     Process,
@@ -25,8 +18,6 @@ from tests.real_vllm.harness import (
     wait_for_records,
 )
 from tests.servers.process import LOCALHOST, free_ports
-
-Explain = Callable[..., dict[str, Any]]
 
 
 def ask(prompt: list[int], **options: Any) -> dict[str, Any]:
@@ -41,24 +32,6 @@ def explained(engine: Engine, prompt: list[int], **options: Any) -> dict[str, An
     assert answer.reason == "length"
     said: dict[str, Any] = answer.params["kvferry"]
     return said
-
-
-@pytest.fixture
-def explain(tmp_path: Path, models: dict[str, Path]) -> Explain:
-    """`kvferry explain` for the model of the engines."""
-
-    def call(urls: list[str], prompt: list[int] | None, *options: str) -> dict[str, Any]:
-        command = ["explain", *urls, *options]
-        if prompt is not None:
-            tokens = tmp_path / "tokens.json"
-            tokens.write_text(json.dumps(prompt))
-            command += ["--tokens", str(tokens)]
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert main([*command, "--json", "-"]) == 0
-        value: dict[str, Any] = json.loads(out.getvalue())
-        return value
-
-    return call
 
 
 def store_prompt(engine: Engine, store: Path, prompt: list[int], **options: Any) -> set[Path]:

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.store.url import open_one
 from kvferry.survey import survey
-from tests.real_vllm.conftest import MakePrompt, Pool
+from tests.real_vllm.conftest import Explain, MakePrompt, Pool
 from tests.real_vllm.damage import by_position
 from tests.real_vllm.harness import (
     Answers,
@@ -78,7 +78,7 @@ def computed(engine: Engine, prompts: Iterable[list[int]]) -> Answers:
 )
 def test_a_hybrid_model_goes_on_from_the_states_of_another_process_as_from_its_own(
     arch: str, tmp_path: Path, hybrids: dict[str, Path], make_prompt: MakePrompt,
-    first: Process, second: Process, pool: Pool,
+    first: Process, second: Process, pool: Pool, explain: Explain,
 ) -> None:  # fmt: skip
     if arch in NEED_TORCHVISION:
         first, second = with_torchvision(pool, tmp_path / "names")
@@ -100,7 +100,13 @@ def test_a_hybrid_model_goes_on_from_the_states_of_another_process_as_from_its_o
     assert [answer.cached for answer in warm] == hits
     assert warm.external == sum(hits)
     assert warm.counted("hook_failed", "failed", "contract") == 0
-    with open_one((tmp_path / "store").as_uri()) as store:
+    url, of = (tmp_path / "store").as_uri(), ("--model", str(model), "--block-size", str(block))
+    said = explain([url], prompts[-1], *of)
+    [found] = said["namespaces"]
+    assert (said["hit_tokens"], found["states"]) == (hits[-1], [*range(block, 777, block)])
+    loaded = warm.metrics["vllm:kvferry_loaded_state_bytes_total"]
+    assert loaded == sum(map(bool, hits)) * found["state_bytes"] > 0
+    with open_one(url) as store:
         [held] = survey(store, store.catalogue().described())
     assert held.namespace is not None
     assert f"a recurrent state after every {block} tokens has" in second.log.read_text()
