@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.main import main
+from kvferry.cli.output import NothingFound
+from kvferry.errors import ContractError
+from kvferry.store.file import FileStore
 from kvferry.testing.models import make_tiny_model
 from kvferry.testing.stores.hooks import wait_until
 from tests.cli.test_every_command import OF_FILES, servers, url_of
@@ -159,8 +163,25 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(place, model_dir, command, moment
             running.process.wait()
         if code != 0:
             break
-    assert code in INTERRUPTED
     assert lines == ["error: interrupted"]
+    assert code in INTERRUPTED
+
+
+@pytest.mark.parametrize("error", [OSError("closed"), ContractError("open"), NothingFound("none")])
+def test_what_fails_after_a_ctrl_c_does_not_hide_it(tmp_path, monkeypatch, capsys, error):
+    def catalogues(_store: FileStore) -> None:
+        raise KeyboardInterrupt
+
+    def close(store: FileStore) -> None:
+        closed(store)
+        raise error
+
+    FileStore(tmp_path, max_bytes=1 << 20).close()
+    closed = FileStore.close
+    monkeypatch.setattr(FileStore, "close", close)
+    monkeypatch.setattr(FileStore, "catalogues", catalogues)
+    assert main(["ls", f"file://{tmp_path}"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 @pytest.mark.timeout(600)

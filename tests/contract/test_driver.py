@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
+import sys
+from itertools import count
 
 import numpy as np
 import pytest
 
+from kvferry.contract import driver as driver_module
 from kvferry.contract.asynchronous import REMEMBERED_REQUESTS
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.messages import EMPTY_OUTPUT, Plan, WorkerOutput
@@ -98,6 +102,53 @@ def test_a_strict_driver_raises_a_fault_and_ends_the_step(hook, calls):
     worker.calls.clear()
     driver.no_forward(Plan(), ids())
     assert worker.calls == NORMAL_STEP
+
+
+class CtrlC:
+    """Interrupts before a line of the driver is run: the one of this number."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame, event, _argument):
+        if frame.f_code.co_filename != driver_module.__file__:
+            return None
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and text.strip() != "try:":  # which calls nothing: none comes there
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    def comes_in(self, call) -> bool:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+def run_with_tokens(driver: StepDriver) -> None:
+    with driver.step(Plan(), ids()):
+        pass
+
+
+@pytest.mark.parametrize("run", [run_with_tokens, lambda driver: driver.no_forward(Plan(), ids())])
+def test_whenever_a_ctrl_c_comes_the_next_step_can_run(run):
+    for number in count(1):
+        worker = RecordingWorker()
+        driver = StepDriver(worker)
+        has_come = CtrlC(number).comes_in(lambda: run(driver))  # noqa: B023 - called at once
+        worker.calls.clear()
+        run(driver)
+        assert worker.calls == NORMAL_STEP
+        if not has_come:
+            break
+    assert number > 30
 
 
 def test_a_step_inside_a_step_is_refused():

@@ -161,13 +161,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = f"`kvferry {first}` is gone; its work does: {_RENAMED[first]}"
         # The message is empty if there were no arguments: then the help was printed.
         return _fail(message, error.exit_code) if message else error.exit_code
-    except NothingFound as error:
-        return _fail(str(error), Exit.NO, "nothing found")
     except (KVError, OSError) as error:
+        if _follows_interrupt(error):
+            return _fail("interrupted", Exit.INTERRUPTED)
+        if isinstance(error, NothingFound):
+            return _fail(str(error), Exit.NO, "nothing found")
         return _fail(str(error), Exit.MISUSE)
     if code == Exit.INTERRUPTED:  # what typer makes of Ctrl-C in a command
         return _fail("interrupted", Exit.INTERRUPTED)
     return code if isinstance(code, int) else Exit.DONE
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    """Whether an error was raised while a command cleaned up after Ctrl-C."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 class _Formatter(logging.Formatter):

@@ -81,20 +81,29 @@ class StepDriver:
             plan: what the scheduler role's guard built for this step.
             finished_request_ids: every request that ended since the last step.
         """
-        self.begin(plan)
-        self.start_load()
+        self._refuse_while_open()
+        # A Ctrl-C may come anywhere, and the next step must find this one ended.
         try:
-            yield self
-            self.save()
+            self.begin(plan)
+            self.start_load()
+            try:
+                yield self
+                self.save()
+            finally:
+                self.finish(finished_request_ids)
         finally:
-            self.finish(finished_request_ids)
+            self._end_if_open()
 
     def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
         """Run a step without tokens. It loads, saves and reports, too: an engine that only waits
         for the cache has no others."""
-        self.begin(plan, has_tokens=False)
-        self.start_load()
-        return self.finish(finished_request_ids)
+        self._refuse_while_open()
+        try:
+            self.begin(plan, has_tokens=False)
+            self.start_load()
+            return self.finish(finished_request_ids)
+        finally:
+            self._end_if_open()
 
     # The parts of a step, for hosts that cannot wrap the forward in a `with` block.
 
@@ -104,11 +113,7 @@ class StepDriver:
         Raises:
             ContractError: the last step was not ended.
         """
-        if self._plan is not None:
-            raise ContractError(
-                "a step begins while the last one is open: call finish() first, or leave its "
-                "`with` block"
-            )
+        self._refuse_while_open()
         self._has_tokens, self.output = has_tokens, EMPTY_OUTPUT
         self._loads_stopped = self._saves_stopped = not self._reports.begin(plan)
         if isinstance(plan, RepairedPlan):
@@ -170,8 +175,7 @@ class StepDriver:
         try:
             return self.collect(finished_request_ids)
         finally:
-            if self._plan is not None:
-                self.end()
+            self._end_if_open()
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         """Return the report of the step, and keep it as `output`. In a step without tokens, save
@@ -211,6 +215,17 @@ class StepDriver:
         self._plan = None
         self._loads_stopped = self._saves_stopped = True
         self._faults.run(self.role.end_step, then="the step is over nevertheless")
+
+    def _end_if_open(self) -> None:
+        if self._plan is not None:
+            self.end()
+
+    def _refuse_while_open(self) -> None:
+        if self._plan is not None:
+            raise ContractError(
+                "a step begins while the last one is open: call finish() first, or leave its "
+                "`with` block"
+            )
 
     @property
     def is_idle(self) -> bool:
