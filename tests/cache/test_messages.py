@@ -44,7 +44,10 @@ def test_a_report_is_the_same_on_the_other_side():
 
 def test_a_region_of_a_release_that_does_not_tell_its_slots_is_read():
     shard = tensor_parallel_shard(make_groups(), 1, 2)
-    region = SlotRegion("name", 7, 3, shard, b"n" * 32, True, 8)
+    region = SlotRegion("name", 7, 3, shard, b"n" * 32, True, 8, 4096)
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(region))
     assert msgspec.convert(told, SlotRegion, strict=False) == region
-    assert msgspec.convert(told[:-1], SlotRegion, strict=False) == replace(region, num_slots=0)
+    for number, lacking in ((1, {"slot_bytes": 0}), (2, {"slot_bytes": 0, "num_slots": 0})):
+        assert msgspec.convert(told[:-number], SlotRegion, strict=False) == replace(
+            region, **lacking
+        )

@@ -152,8 +152,6 @@ class PrefixCache:
     def _count_slots(self) -> int:
         """How many whole records fit; the same on every rank. Raises ConfigError if too few."""
         record_bytes = slot_size(self._schema.record_bytes)
-        if self._drafts is not None:
-            record_bytes += slot_size(self._drafts.rows.schema.record_bytes)
         memory_bytes = self.config.memory_bytes
         if memory_bytes is None:
             token_bytes = record_bytes / self._chunk_tokens
@@ -258,8 +256,7 @@ class PrefixCache:
         self._warn_of_windows()
         world_size = self._spec.shard.world_size
         # Without this object: the server of peers keeps what ranks hold alive.
-        spec = self._spec
-        records = partial(records_of, spec.groups, self._schema, self._parts, drafts=spec.drafts)
+        records = partial(records_of, self._spec.groups, self._schema, self._parts)
         schemas = (*(part.schema for part in self._parts), self._schema)
         shard = self._spec.shard
         ranks = RankSlots(records, schemas, self.num_slots, shard, self.identity)
@@ -340,8 +337,7 @@ def records_of(
     shard: RankShard,
     drafts: DraftSpec | None = None,
 ) -> RankRecords:
-    """What a rank holds of records. That of drafts is what its own `drafts` say; other ranks hold
-    as much of them."""
+    """What a rank holds of records; of drafts, its worker role alone knows."""
     rank, world_size = shard.rank, shard.world_size
     beside = None
     if drafts is not None:

@@ -184,6 +184,9 @@ class SlotRegion(msgspec.Struct, frozen=True, array_like=True):
     namespace: bytes
     loads_only: bool = False
     num_slots: int = 0
+    slot_bytes: int = 0
+    """From one slot to the next: more than records take where drafts lie behind them. 0: not
+    told."""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
+from kvferry.adapters.vllm.drafts import draft_layers, draft_spec
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import (
     Host,
@@ -24,7 +25,7 @@ from kvferry.adapters.vllm.host import (
     platform_name,
     shares_handshake,
 )
-from kvferry.adapters.vllm.layers import refuse_stages_beside_others, stages_of
+from kvferry.adapters.vllm.layers import Layer, refuse_stages_beside_others, stages_of
 from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
 from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
@@ -119,6 +120,11 @@ class FerryConnector(OneRole):
             is_worker=self._is_worker,
         )
         self._states = self._served_states(kv_cache_config)
+        self._draft_layers: list[Layer] = []
+        if self._is_worker and self._layers and self._states is None:
+            self._draft_layers = draft_layers(
+                vllm_config, kv_cache_config, self._layers, platform_name()
+            )
         self._options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._hands_over, self._client_options = take_rules(self._options)
         self._step_back_beside_another()
@@ -179,8 +185,9 @@ class FerryConnector(OneRole):
             self._states,
         )
         if self._why_off or self._awaits_stages:
-            spec = replace(spec, mode=Mode.OFF)
-        return spec
+            return replace(spec, mode=Mode.OFF)
+        drafts = draft_spec(config, self._draft_layers, spec, cpu_kernels(config, sizes))
+        return replace(spec, drafts=drafts)
 
     def _identity(self, weights_version: str | None) -> ModelIdentity:
         running = running_model(self._host_config, self.host.load_config)
@@ -265,7 +272,7 @@ class FerryConnector(OneRole):
                 )
             self._scheduler.role.close()
             self._cache.close()
-            self._open(spec)
+            self._open(replace(spec, drafts=None))  # which workers alone know
             self._tell_start()
         self._cache.learn_regions(each.region for each in described if each.region is not None)
 
@@ -327,7 +334,8 @@ class FerryConnector(OneRole):
             return
         modules = self._host_config.compilation_config.static_forward_context
         layout = self._cache.spec.kv_layout
-        super().register_kv_caches(layer_views(kv_caches, modules, self._layers or (), layout))
+        layers = [*(self._layers or ()), *self._draft_layers]
+        super().register_kv_caches(layer_views(kv_caches, modules, layers, layout))
 
     # For the sleep mode of vLLM 0.33 and later: between `unregister_kv_caches` and
     # `restore_kv_caches`, the tensors' memory is not mapped. Their addresses stay the same.

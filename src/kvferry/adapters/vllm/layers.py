@@ -96,9 +96,9 @@ def refuse_stages_beside_others(parallel: Any) -> None:
 
 def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Layer]:
     """Return every layer of every group, in any order: a hit would leave any other as it was. Only
-    draft layers of speculative decoding are left out: their KV depends on another model, and a
-    wrong draft only costs time. So are rings, which are empty where a hit ends, and recurrent
-    layers, which keep no KV.
+    draft layers of speculative decoding are left out (see `kvferry.adapters.vllm.drafts`): their KV
+    depends on another model, and a wrong draft only costs time. So are rings, which are empty where
+    a hit ends, and recurrent layers, which keep no KV.
 
     Args:
         kv_cache_config: the host's groups.
@@ -108,9 +108,8 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
         ConfigError: a kind of layer that is not served, whether or not the host would transfer it.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    compilation = getattr(vllm_config, "compilation_config", None)
-    modules = getattr(compilation, "static_forward_context", {})
-    drafts = _drafts(vllm_config, kv_cache_config, modules)
+    modules = modules_of(vllm_config)
+    drafts = draft_names(vllm_config, kv_cache_config)
     found, place = [], 0
     rings: dict[str, int] = {}
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -190,12 +189,19 @@ def specs_of(group: Any) -> Iterator[tuple[str, Any]]:
 
 # --- drafts ---------------------------------------------------------------------------------------
 #
-# A layer that is taken for a draft is neither stored nor loaded. If it were the model's, each hit
-# would compute on whatever its blocks hold. So vLLM must say that it is one, and where it does not,
+# A layer that is taken for a draft may lack after a hit. If it were the model's, the hit would
+# compute on whatever its blocks hold. So vLLM must say that it is one, and where it does not,
 # all that it shows must agree; in doubt a layer is the model's.
 
 
-def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) -> set[str]:
+def modules_of(vllm_config: Any) -> Mapping[str, Any]:
+    """Return the layers that this process made, by name; none in vLLM's scheduler."""
+    compilation = getattr(vllm_config, "compilation_config", None)
+    found: Mapping[str, Any] = getattr(compilation, "static_forward_context", {})
+    return found
+
+
+def draft_names(vllm_config: Any, kv_cache_config: Any) -> set[str]:
     """Return the names of a drafter's layers.
 
     vLLM marks them since 0.33, and in its second model runner before. Without marks they are those
@@ -207,6 +213,7 @@ def _drafts(vllm_config: Any, kv_cache_config: Any, modules: Mapping[str, Any]) 
         ConfigError: a layer that vLLM made earlier has such a name or number, too, so that neither
             says anything of those behind it.
     """
+    modules = modules_of(vllm_config)
     specs = {
         name: spec for group in kv_cache_config.kv_cache_groups for name, spec in specs_of(group)
     }

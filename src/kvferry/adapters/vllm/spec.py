@@ -63,11 +63,11 @@ def engine_spec(
     tp, num_stages = parallel.tensor_parallel_size, stages_of(parallel)
     rank = parallel.rank % (tp * num_stages)
     if layers:
-        groups, stages, tables = _sorted_layers(layers, num_stages, rank // tp)
+        groups, stages, tables = sorted_layers(layers, num_stages, rank // tp)
     else:
         groups, tables = (_only_group(vllm_config),), None
         stages = [[(0, groups[0].num_layers)]] * num_stages
-    layout, whole_blocks, multiple = _order_in_blocks(layers or (), groups, tables, cpu_kernels)
+    layout, whole_blocks, multiple = order_in_blocks(layers or (), groups, tables, cpu_kernels)
     groups = _with_tails(groups, tables or (), layers or (), multiple)
     if chunk_tokens is not None and chunk_tokens % multiple:
         raise ConfigError(
@@ -99,7 +99,7 @@ def engine_spec(
     )
 
 
-def _order_in_blocks(
+def order_in_blocks(
     layers: Sequence[Layer],
     groups: Sequence[KVGroup],
     tables: Sequence[TablePart] | None,
@@ -203,7 +203,7 @@ def _of_all_ranks(spec: EngineSpec) -> tuple[object, ...]:
     )
 
 
-def _sorted_layers(
+def sorted_layers(
     layers: Sequence[Layer], num_stages: int, stage: int
 ) -> tuple[tuple[KVGroup, ...], list[list[tuple[int, int]]], tuple[TablePart, ...]]:
     """Group the model's layers by kind. Return the groups, the layers of each stage by group, and

@@ -172,7 +172,7 @@ class RankSlots:
             return
         self._note_shard(region.shard)
         records = self._records_of(region.shard)
-        slot_bytes = slot_size(records.slot_bytes)
+        slot_bytes = region.slot_bytes or slot_size(records.slot_bytes)
         try:
             memory = open_slots(
                 region.name, region.process, region.fd, self._num_slots * slot_bytes

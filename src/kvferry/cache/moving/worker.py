@@ -100,6 +100,7 @@ class CacheWorker(WorkerRole):
             context.identity.first,
             self._replicas.loads_only,
             num_slots,
+            self._memory.slot_bytes,
         )
         self._loading: deque[tuple[int, Mark]] = deque()
         self._bounds = context.bounds
