@@ -347,6 +347,7 @@ class Engine:
             self.observer,
             block_size=shape.host.block_size,
             strict=shape.strict,
+            checks_host=not shape.host.spares_others,  # as in vLLM
         )
         ranks = []
         for spec, part in zip(specs, self.parts, strict=True):

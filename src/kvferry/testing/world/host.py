@@ -50,6 +50,7 @@ class HostRequest:
     Attributes:
         num_computed_tokens: tokens whose KV is in the blocks once the steps so far have run.
         turn: how often it lost what was computed; output of an earlier turn does not count.
+        loaded: its blocks that the connector was to fill, by their place.
         admitted: tokens in all, local ones, and those from the connector, at its first admission.
         outcome: how it ended: "done", "abort" or "lost"; empty till then.
         params: what the connector says to the client.
@@ -59,6 +60,7 @@ class HostRequest:
         read: what its host had copied, and the turn, when a forward found all of its KV right.
         was_off: why the cache was off when it was first admitted.
         is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
+        is_tainted: whether it computed on a load that failed, and goes on.
         on_end: called once it has ended.
     """
 
@@ -73,9 +75,11 @@ class HostRequest:
     block_ids: list[int] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     turn: int = 0
+    loaded: range = range(0)
     admitted: tuple[int, int, int] | None = None
     asks_since: float | None = None
     is_spoilt: bool = False
+    is_tainted: bool = False
     outcome: str = ""
     params: Mapping[str, Any] | None = None
     noted: tuple[ChunkKeys | None, int] = (None, 0)
@@ -136,6 +140,8 @@ class HostShape:
         offers_early: whether other requests share blocks as soon as a step is planned that fills
             them.
         decode_tokens: how many tokens a request gets at once, as from drafts that are all right.
+        spares_others: whether after a failed load only the requests that loaded are computed again.
+            Others that share their blocks go on with wrong KV, as hosts may.
     """
 
     block_size: int = 4
@@ -147,6 +153,7 @@ class HostShape:
     offers_early: bool = False
     decode_tokens: int = 1
     tokens_per_second: float = 5000.0
+    spares_others: bool = False
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens can ever run."""
@@ -318,7 +325,7 @@ class Host:
             raise Wrong("explained", f"{request!r} met a cache that is off, and is told {params}")
 
     def _check_kv(self, request: HostRequest) -> None:
-        if request.is_spoilt:
+        if request.is_spoilt or request.is_tainted:
             return
         right = self._right(request)
         for _, kv in self.ranks:
@@ -334,7 +341,7 @@ class Host:
         request.block_ids = []
         request.num_computed_tokens = 0
         request.turn += 1
-        request.is_spoilt = False
+        request.is_spoilt = request.is_tainted = False
 
     # -- scheduling -----------------------------------------------------------------------------
 
@@ -446,6 +453,8 @@ class Host:
         if num_external:
             self._watch.loaded(request, num_local, num_local + num_external)
         self.role.update_after_alloc(request, (request.block_ids,), num_external)
+        first = num_local // self.shape.block_size
+        request.loaded = range(first, self._num_blocks(num_local + num_external))
         request.num_computed_tokens = num_local + num_external
         self.running.append(request)
 
@@ -534,7 +543,11 @@ class Host:
                     f"{request.block_ids}, and no load of them was reported as failed",
                 )
             else:
-                self._bad |= self._written(step, request)
+                written = self._written(step, request)
+                self._bad |= written
+                if self.shape.spares_others:
+                    request.is_tainted = True
+                    self.pool.uncache(written)
         return output
 
     def _is_glitch(self, request: HostRequest, token: WrongToken) -> bool:
@@ -597,9 +610,9 @@ class Host:
             pass
 
     def _commit(self, request: HostRequest, stop: int) -> None:
-        """Offer full blocks to the prefix cache, but of a request with NaN."""
-        parent = None
-        for index, key in enumerate(() if request.is_spoilt else self._block_keys(request)):
+        """Offer full blocks to the prefix cache, but of a request with NaN or wrong KV."""
+        parent, is_wrong = None, request.is_spoilt or request.is_tainted
+        for index, key in enumerate(() if is_wrong else self._block_keys(request)):
             if (index + 1) * self.shape.block_size > stop:
                 break
             self.pool.cache(request.block_ids[index], key, parent)
@@ -613,7 +626,8 @@ class Host:
         for request in self.running:
             computed = request.block_ids[: self._num_blocks(request.num_computed_tokens)]
             first = next((i for i, block in enumerate(computed) if block in invalid), None)
-            if first is not None:
+            is_spared = self.shape.spares_others and first not in request.loaded
+            if first is not None and not is_spared:
                 request.num_computed_tokens = first * size
                 request.turn += 1
         self.pool.uncache(invalid)

@@ -67,10 +67,11 @@ def _ask_again(world: World, engine: Engine) -> None:
     world.draw().shuffle(asked)
     room = engine.shape.host.has_room
     again = [each for each in asked if room(each.length + each.tail + each.max_tokens)]
+    pause = 5.0 if engine.shape.mode is Mode.WRITE else 0.5  # for its writes, and second writes
     for _ in range(2 + len(engine.shape.tiers)):
         num_corrupt = engine.observer["records_corrupt"]
         requests = [
-            _probe(world, engine, ask, world.tokens_of(ask), pause=0.5)[0]
+            _probe(world, engine, ask, world.tokens_of(ask), pause=pause)[0]
             for ask in again[:MOST_ASKED]
         ]
         if engine.shape.mode is Mode.WRITE:
@@ -85,7 +86,8 @@ def _check_sizes(world: World, engine: Engine, requests: Sequence[HostRequest]) 
     """What an engine writes that never reads takes the place of what is no record at all, in its
     nearest store: the others get what that one did not have."""
     keys = {key for each in requests for key in each.chunk_keys}
-    is_nearest = engine.shape.tiers[0].startswith("sim://")
+    has_saved = not engine.observer["save_no_slot"]
+    is_nearest = has_saved and engine.shape.tiers[0].startswith("sim://")
     for medium in _media_of(world, engine)[:1] if is_nearest else ():
         for name, value in medium.values.items():
             is_record = name.endswith(".json") or len(value) > LEAST_BYTES

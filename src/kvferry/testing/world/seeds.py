@@ -15,7 +15,7 @@ from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.media import DAMAGE, OFFENCES, OUTAGES
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scenario, without
-from kvferry.testing.world.twists import twisted
+from kvferry.testing.world.twists import SHARED_FAILURE, TWISTS, lending, twisted
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
 FIRST_PORT = 7000
@@ -23,6 +23,12 @@ RECORD_BYTES = 4096
 SALTS = ("salt", "other")
 TWISTED = 0.3
 """The part of scenarios that have a script of several things at once."""
+SPARES = 0.3
+"""The part of hosts that let others go on after a failed load."""
+LENDING = 0.25
+"""The part of scenarios with peers in which one reads what the other needs room for."""
+SHARED = 0.05
+"""The part of others in which loads fail whose blocks several requests share."""
 FILES = 0.04
 """The part of scenarios with a directory: real files take longest."""
 
@@ -65,12 +71,22 @@ def draw(seed: int) -> Scenario:
     engines = tuple(_of_model(each, chunk_tokens, num_groups) for each in engines)
     actions = _actions(rng, engines, list(media))
     if rng.random() < TWISTED:
-        first, script = twisted(rng, engines[0], list(media))
+        first, script = twisted(rng, engines[0], list(media), rng.choice(TWISTS))
         engines, actions = (first, *engines[1:]), (*actions, *script)
         if rng.random() < 0.5 and not has_peers:  # nothing else hides what it does
             engines, actions = (first,), tuple(script)
     if any(url.startswith(DIRECTORY) for each in engines for url in each.tiers):
         actions = (*actions, *_losses(rng, actions[-1].at))
+    more = random.Random(f"more {seed}")  # so that what was drawn before stays
+    engines = tuple(
+        replace(each, host=replace(each.host, spares_others=more.random() < SPARES))
+        for each in engines
+    )
+    if has_peers and more.random() < LENDING:
+        engines, actions = lending(more, engines[0], engines[1])
+    elif more.random() < SHARED:
+        first, actions = twisted(more, engines[0], list(media), SHARED_FAILURE)
+        engines = (first, *engines[1:])
     in_order = tuple(sorted(actions, key=lambda action: action.at))
     return Scenario(seed=seed, engines=engines, media=media, actions=in_order)
 

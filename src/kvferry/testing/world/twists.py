@@ -71,6 +71,20 @@ def _long_outage(rng: random.Random, name: str, media: Sequence[str]) -> Script:
     return [*away, *[(0.1 + at, "send", (name, _draw_ask(rng))) for at in range(3)]]
 
 
+def _shared_failure(rng: random.Random, name: str, _media: Sequence[str]) -> Script:
+    """A load fails whose blocks other requests share, which go on; what they compute is saved."""
+    ask = _draw_ask(rng)
+    script: Script = [(0.0, "send", (name, ask._replace(max_tokens=1)))]
+    for at in (5.0, 10.0, 15.0):
+        crowd = ask._replace(tail=20)
+        script += [
+            (at, "forget", (name,)),
+            (at, "break_load", (name, rng.randrange(1, 4))),
+            *[(at, "send", (name, crowd))] * 3,
+        ]
+    return script
+
+
 class Twist(NamedTuple):
     """A script, and how it sets up its engine."""
 
@@ -91,16 +105,24 @@ TWISTS = (
 )
 
 
+_SHARING = {
+    "prefix_caching": True,
+    "offers_early": True,
+    "spares_others": True,
+    "num_blocks": 96,
+    "max_tokens": 200,
+    "max_requests": 4,
+}
+
+SHARED_FAILURE = Twist(_shared_failure, host=_SHARING, options={"audit": "off"})
+
+
 def twisted(
-    rng: random.Random, shape: EngineShape, media: Sequence[str]
-) -> tuple[EngineShape, list[Action]]:
-    """An engine as some script needs it, and the script."""
-    twist = rng.choice(TWISTS)
+    rng: random.Random, shape: EngineShape, media: Sequence[str], twist: Twist
+) -> tuple[EngineShape, tuple[Action, ...]]:
+    """An engine as a script needs it, and the script."""
     at = 1.0 + 3.0 * rng.random()
-    made = [
-        Action(round(at + after, 3), what, given)
-        for after, what, given in twist.script(rng, shape.name, media)
-    ]
+    made = _timed(at, twist.script(rng, shape.name, media))
     changed = replace(
         shape,
         tiers=tuple(url for url in shape.tiers if not url.startswith(NEAR)) or shape.tiers,
@@ -109,3 +131,44 @@ def twisted(
         **({"mode": Mode.BOTH} | dict(twist.shape)),
     )
     return changed, made
+
+
+def _timed(begin: float, script: Script) -> tuple[Action, ...]:
+    return tuple(Action(round(begin + after, 3), what, given) for after, what, given in script)
+
+
+def lending(
+    rng: random.Random, lender: EngineShape, reader: EngineShape
+) -> tuple[tuple[EngineShape, EngineShape], tuple[Action, ...]]:
+    """Two engines and a script: over a slow wire, one reads from the memory of the other, which
+    needs its slots for other prompts meanwhile."""
+    host, port = lender.options["serve"].split(":")
+    engines = (
+        replace(
+            lender,
+            tiers=tuple(url for url in lender.tiers if not url.startswith("peer://")),
+            mode=Mode.BOTH,
+            num_slots=8,
+            late_weights=0.0,
+        ),
+        replace(
+            reader,
+            tiers=(f"peer://{host}:{port}",),
+            mode=Mode.BOTH,
+            world_size=1,
+            late_weights=0.0,
+            options={**reader.options, "load_timeout_seconds": 5.0, "audit": "off"},
+        ),
+    )
+    ask, at = _draw_ask(rng), 1.0 + 3.0 * rng.random()
+    script: Script = [
+        (0.0, "send", (lender.name, ask)),
+        (4.0, "send", (reader.name, ask._replace(tail=3, max_tokens=1))),  # learns what is there
+        (5.0, "forget", (reader.name,)),
+        (5.0, "fault", ("wire", "slow", 30.0, "")),
+        (5.0, "send", (reader.name, ask._replace(tail=3))),
+    ]
+    for number in range(30):
+        other = ask._replace(document=10 + number, max_tokens=1)
+        script.append((5.2 + 0.15 * number, "send", (lender.name, other)))
+    return engines, _timed(at, script)
