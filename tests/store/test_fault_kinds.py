@@ -27,6 +27,7 @@ from kvferry.testing.faults import Gate
 from kvferry.testing.stores import make_key
 from kvferry.testing.stores.hooks import wait_until
 from tests.store.errors import OF_FILES, OF_WRITES, UNFORESEEN, Odd, io
+from tests.store.tiers.states import rest
 
 __all__ = ["io"]
 
@@ -96,7 +97,7 @@ def test_what_a_client_says_goes_through_tiers_unchanged(kind):
         assert tier.fault == (kind, "it says why")
         assert put(store) == (kind, "odd: it says why")
         wait_until(lambda: store.tiers()[0].state != "up", "the tier heard of it")
-        wait_until(lambda: "at work" not in repr(store), "its trial ended")
+        rest(store)
         (tier,) = store.tiers()
         assert tier.because is not None
         assert tier.because.kind is kind

@@ -29,6 +29,7 @@ from kvferry.testing.stores import make_key, read_value
 from kvferry.testing.stores.hooks import wait_until
 from tests.store.errors import Odd, error, io
 from tests.store.servers.remote_client import DictClient
+from tests.store.tiers.states import rest, state
 
 __all__ = ["error", "io"]
 
@@ -212,7 +213,7 @@ def check(odd, made, counts, caplog, call, *, said):
     assert f"Odd.{call} failed: " in lines[0]
     assert said in lines[0]
     assert "secret" not in caplog.text
-    wait_until(lambda: "at work" not in repr(made), "its thread rests")
+    rest(made)
     num_faults = counts[f"store_client_{call}_failed"]
     use(made, call)
     assert counts[f"store_client_{call}_failed"] <= num_faults + 2, "no spin"
@@ -288,7 +289,7 @@ def test_a_trial_of_a_store_that_breaks_its_contract_does_not_spin(counts, caplo
     with TieredStore([broken], counts, clock=clock, patience=patience) as made:
         made.put(make_key(), [b"value"])
         wait_until(lambda: broken.num_reads, "it is tried")
-        wait_until(lambda: "away" in repr(made), "it is not used")
+        wait_until(lambda: state(made) == "away", "it is not used")
         assert "TypeError: a bug" in caplog.text
         assert broken.num_reads == 1
 

@@ -29,6 +29,7 @@ from tests.servers.process import LOCALHOST
 from tests.servers.valkey import running_valkey
 from tests.servers.wrong_s3 import REFUSED, SIZE, running_wrong_s3
 from tests.store.errors import OF_FILES, Odd, io
+from tests.store.tiers.states import rest
 
 __all__ = ["io"]
 
@@ -57,7 +58,7 @@ def read_bad(tiered: TieredStore) -> None:
         try:
             tiered.read(BAD, [(0, memoryview(bytearray(16)))])
         except StoreError:
-            wait_until(lambda: "at work" not in repr(tiered), "its tier was tried")
+            rest(tiered)
 
 
 def is_up(tiered: TieredStore) -> bool:

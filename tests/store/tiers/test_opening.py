@@ -25,6 +25,7 @@ from kvferry.store.url import open_store
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores import make_key
 from kvferry.testing.stores.hooks import wait_until
+from tests.store.tiers.states import state
 
 KEY = make_key()
 
@@ -84,7 +85,7 @@ def advance(store, clock):
 
 
 def is_open(store):
-    return ": up" in repr(store)
+    return state(store) == "up"
 
 
 def test_an_error_in_time_is_raised(opened):
@@ -255,7 +256,7 @@ def test_what_a_server_answers_counts(opened, is_late):
     wait_until(lambda: is_open(store), "it is open")
     for _ in range(Patience().max_failures):
         opening.store.heard(StoreError(FaultKind.AWAY, "down"))
-    wait_until(lambda: "away" in repr(store), "it was tried")
+    wait_until(lambda: state(store) == "away", "it was tried")
 
 
 def test_credentials_are_shown_nowhere(caplog, monkeypatch):
@@ -278,6 +279,7 @@ _HANGS = r"""
 import os, threading
 from dataclasses import replace
 from kvferry.store import memory
+from tests.store.tiers.states import state
 from kvferry.store.url import open_store
 
 def hangs(url, options, opening):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 import time
 
@@ -31,6 +30,7 @@ from kvferry.testing.stores import (
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.testing.wrappers import WrapperStore
 from tests.store.servers.remote_client import DictClient
+from tests.store.tiers.states import is_at_work, num_waiting, rest, settle, state
 
 SPACE = b"n" * 32
 SIZE = 1000
@@ -99,26 +99,6 @@ def make_tiers():
     yield make
     for store in stores:
         store.close()
-
-
-def state(store, number=0):
-    """Of a tier."""
-    return re.search(rf"<Tier {number} \S+: ([a-z ]+)>", repr(store))[1]
-
-
-def rest(store):
-    """Wait until the threads of the tiers have done what is due."""
-    wait_until(lambda: "at work" not in repr(store), "nothing is due")
-
-
-def settle(store):
-    """Wait until nothing waits to be written to other tiers."""
-    wait_until(lambda: not re.search("at work|wait", repr(store)), "nothing waits")
-
-
-def num_waiting(store, number):
-    found = re.search(rf"<Tier {number} [^>]*>, (\d+) wait", repr(store))
-    return 0 if found is None else int(found[1])
 
 
 def copies(counts):
@@ -515,7 +495,7 @@ def test_a_trial_that_is_answered_after_the_close_is_not_said(caplog):
     assert gate.wait_for_arrival()
     store.close()
     gate.release()
-    wait_until(lambda: "at work" not in repr(store), "the trial ends")
+    rest(store)
     assert not caplog.records
 
 
@@ -931,7 +911,7 @@ def test_a_tier_that_got_no_thread_when_its_store_failed_gets_one_later(make_tie
         for _ in range(MAX_FAILURES):
             with pytest.raises(StoreError):
                 store.read(make_key(), ())
-    assert "at work" in repr(store)  # a trial is due
+    assert is_at_work(store)  # a trial is due
     store.put(make_key(), [b"value"])
     wait_until(lambda: state(store) == "away", "it was tried")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 
 import pytest
@@ -11,9 +10,9 @@ from kvferry.observe import Observer
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.stores import ProbeTests, RemoteStoreTests
-from kvferry.testing.stores.hooks import wait_until
 from tests.servers.process import LOCALHOST
 from tests.servers.seaweed import BUCKET
+from tests.store.tiers.states import settle
 from tests.store.tiers.test_tiered import OfNearest
 
 SPACE = b"t" * 32
@@ -25,7 +24,7 @@ class Settled(OfNearest):
 
     def put(self, key, buffers, *deadline):
         result = super().put(key, buffers, *deadline)
-        wait_until(lambda: not re.search("at work|wait", repr(self)), "the value is in all tiers")
+        settle(self)
         return result
 
 

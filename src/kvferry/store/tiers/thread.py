@@ -43,7 +43,7 @@ class TierThread:
         self._copying: ChunkKey | None = None  # None, too, once the value is removed
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._is_at_work = False
+        self._is_busy = False
         self._is_trying = False
         self._thread: threading.Thread | None = None
         target.when_due = self.start
@@ -58,7 +58,7 @@ class TierThread:
                     thread.start()
                 except RuntimeError:
                     return False
-                self._thread, self._is_at_work = thread, True
+                self._thread, self._is_busy = thread, True
         return True
 
     # -- what waits -----------------------------------------------------------------------------
@@ -99,14 +99,14 @@ class TierThread:
             with self._lock:
                 is_idle = not (is_broken or self._waiting or self._target.next_try < math.inf)
                 if is_last or is_idle:
-                    self._thread, self._is_at_work = None, False
+                    self._thread, self._is_busy = None, False
                     return
                 if is_broken:
                     continue
-                self._is_at_work = False
+                self._is_busy = False
             seconds = self._target.next_try - self._target.clock()
             self._closing.wait(max(0.0, min(seconds, self._target.patience.look_seconds)))
-            self._is_at_work = True
+            self._is_busy = True
 
     def run_due(self) -> None:
         """Do all that is due now. Errors of a copy other than StoreError are raised."""
@@ -186,10 +186,15 @@ class TierThread:
         with self._lock:
             self._waiting.clear()
 
-    def __repr__(self) -> str:
+    @property
+    def num_waiting(self) -> int:
+        """How many values wait, the one that is being copied included."""
         with self._lock:
-            num_waiting = len(self._waiting) + (self._copying is not None)
+            return len(self._waiting) + (self._copying is not None)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it does something, or something is due."""
+        with self._lock:
             is_due = self._can_copy or self._target.next_try <= self._target.clock()
-        parts = [repr(self._target), f"{num_waiting} wait" if num_waiting else ""]
-        parts.append("at work" if is_due or self._is_at_work else "")
-        return ", ".join(filter(None, parts))
+        return is_due or self._is_busy

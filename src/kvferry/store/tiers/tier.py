@@ -373,6 +373,4 @@ class Tier:
             self.store.close()
 
     def __repr__(self) -> str:
-        with self._lock:  # so that a tier that is shown as up has its `up`
-            state = self._health.state
-        return f"<Tier {self.number} {self.given.url}: {state}>"
+        return f"<Tier {self.number} {self.given.url}: {self._health.state}>"

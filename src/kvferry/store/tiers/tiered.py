@@ -344,7 +344,7 @@ class TieredStore(Store):
         self._end()
 
     def __repr__(self) -> str:
-        return f"<TieredStore {', '.join(map(repr, self._threads))}>"
+        return f"<TieredStore {', '.join(map(repr, self._tiers))}>"
 
 
 def _joined(why: Fault | None, tier: Tier, fault: Fault) -> Fault:
