@@ -7,28 +7,15 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from tests.real_vllm.harness import Engine, EngineError, Process, kvferry, records, wait_for_records
+from tests.real_vllm.harness import Engine, EngineError, Process, records, wait_for_records
 
 
-def kill_a_rank(
-    process: Process,
-    model: Path,
-    store: Path,
-    prompts: Sequence[list[int]],
-    rank: int,
-    **ranks: Any,
-) -> str:
-    """Start an engine, and kill a rank while it stores. Return what became of the engine; nothing
-    if it went on.
-
-    Args:
-        ranks: options of the engine that give it several.
-    """
+def kill_a_rank(process: Process, store: Path, prompts: Sequence[list[int]], rank: int) -> str:
+    """Kill a rank of the engine that a process runs while it stores prompts. Return what became of
+    the engine; nothing if it went on."""
     before = len(records(store))
     engine = Engine(process)
-    process.start(model, kvferry(store), **ranks)
     engine.send(prompts, together=True, max_tokens=300)  # at work for some seconds
     wait_for_records(store, before + 8)
     os.kill(ranks_of(process.pid)[rank], signal.SIGKILL)

@@ -78,7 +78,8 @@ def outcome(
         runs["2 -> 2"] = engine.generate(prompts["two"])
         flip_in_payload(sorted(new, key=positions.__getitem__))
         runs["2 damaged -> 2"] = engine.generate(prompts["damaged"])
-    died = kill_a_rank(pool.get("ranks"), model, store, prompts["killed"], -1, **TWO_RANKS)
+    pool.get("ranks").start(model, connector, **TWO_RANKS)
+    died = kill_a_rank(pool.get("ranks"), store, prompts["killed"], -1)
     pool.discard("ranks")
     with pool.get("second").engine(model, connector) as engine:
         runs["2 -> 1"] = engine.generate(prompts["two"])
