@@ -111,6 +111,8 @@ PROMISED = {
                                          no_state(32, 16), 32),
     "a state is in an item": ("HHHHHH", "HHH", {"wanted": {"items": (
         MultimodalItem(digest="i", offset=20, length=40),)}}, 16, None, 0),
+    "the last state is in an item": ("HHHHHH", "HH.", {"wanted": {"items": (
+        MultimodalItem(digest="i", offset=30, length=4),)}}, 16, no_state(48, 16), 48),
 }  # fmt: skip
 """The prompt, its states, the look-up; the end of the hit, why it is not longer, and where a state
 is missed."""
