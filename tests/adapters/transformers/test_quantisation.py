@@ -38,6 +38,15 @@ HIT = LENGTH // CHUNK * CHUNK
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, at loading
 
 
+@pytest.fixture(autouse=True)
+def runs_as_written(request):
+    """Transformers compiles what unpacks the weights of bitnet, which takes 20 s. Only the slow
+    test has it compiled."""
+    is_compiled = request.node.get_closest_marker("slow") is not None
+    with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def packed_dir(tmp_path_factory):
     """Factory: a checkpoint in a format of `FORMATS`, made once."""
