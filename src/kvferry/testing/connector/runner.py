@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import multiprocessing
 import os
 import re
@@ -73,12 +74,13 @@ class Limits(NamedTuple):
     part: float = 40.0  # seconds after which a part hangs
     patience: float = 2.0  # seconds for which a look-up waits while nothing changes
     steps: int = 6_000  # after which an engine that waits for something steps for ever
+    for_misses: float = math.inf  # most patience of rules that a miss keeps: no stall breaks them
 
     def after_a_hang(self, slowest: float) -> Limits:
         """The limits of later cases, of which the slowest that ended took so many seconds: what
         hangs once hangs often."""
         part = min(self.part, max(10.0, 8 * slowest))
-        return Limits(part, self.patience, min(self.steps, 1_500))
+        return self._replace(part=part, steps=min(self.steps, 1_500))
 
 
 class _Job(NamedTuple):
@@ -121,8 +123,11 @@ def _run(job: _Job, notes: list[str]) -> None:
     connector, options = job.target.load(), job.target.options
     kind, host = ("VllmHost", "vllm_host") if _is_vllms(connector) else ("OwnHost", "own_host")
     make = getattr(importlib.import_module(f"kvferry.testing.connector.{host}"), kind)
+    patience = job.limits.patience
+    if "miss" in rule.may:
+        patience = min(patience, job.limits.for_misses)
     lab = Lab(connector, options, make, job.directory, job.models, job.seed, job.part,
-              job.limits.patience, notes, job.limits.steps)  # fmt: skip
+              patience, notes, job.limits.steps)  # fmt: skip
     if rule.chapter == "faults" and "{dir}" not in str(options):
         raise CaseEnd("not run", "the options name no directory: write {dir} where it belongs")
     rule.run(lab)

@@ -24,7 +24,7 @@ class ConnectorTests:
     connector: ClassVar[str]
     options: ClassVar[dict[str, Any]] = {}
     seed: ClassVar[int] = 0
-    limits: ClassVar[Limits] = Limits(part=300.0, patience=8.0)
+    limits: ClassVar[Limits] = Limits(part=300.0, patience=8.0, for_misses=2.0)
     known: ClassVar[dict[str, str]] = {}
 
     @pytest.fixture(scope="class")
