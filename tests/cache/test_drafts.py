@@ -7,20 +7,28 @@ import json
 import os
 import re
 import shutil
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvferry.cache.moving import drafts as drafts_module
 from kvferry.cli.main import main
 from kvferry.contract.spec import DraftSpec
+from kvferry.errors import FaultKind, StoreError
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.record.check import RecordInfo
+from kvferry.store.base import NO_DEADLINE
 from kvferry.store.erasures import name_of_key
 from kvferry.store.file.store import FileStore
 from kvferry.store.maintenance import inspect, is_misnamed
+from kvferry.store.tiers.health import Patience
+from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.faults import FailingStore
+from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import ExtraKeys, TablePart
 from tests.cache.hosts import make_groups
 from tests.cache.moving.simulated_device import SimulatedDevice
@@ -179,6 +187,41 @@ def test_a_store_that_fails_to_read_drafts_serves_all_else(make, url, tmp_path):
     store = NoDrafts(FileStore(url.removeprefix("file://")), "read")
     store.of_drafts = {bytes.fromhex(path.name[:64]) for path in draft_files(tmp_path)}
     assert read(make(store=store)) == (40, 40)
+
+
+class LateDrafts(WrapperStore):
+    """A store whose reads of drafts end at their deadlines; others first take a while."""
+
+    def __init__(self, inner, of_drafts: set[bytes], seconds: float) -> None:
+        super().__init__(inner)
+        self.of_drafts, self.seconds = of_drafts, seconds
+        self.given: list[float] = []
+
+    def read(self, key, ranges, deadline=NO_DEADLINE):
+        left = self.seconds if key not in self.of_drafts else deadline - time.monotonic()
+        threading.Event().wait(left)
+        if key in self.of_drafts:
+            self.given.append(left)
+            raise StoreError(FaultKind.LATE, "late")
+        return self.inner.read(key, ranges, deadline)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.1 * Patience().long_seconds])
+def test_late_drafts_hold_up_few_reads_and_send_no_tier_away(
+    make, url, tmp_path, monkeypatch, seconds
+):
+    stored(make)
+    of_drafts = {bytes.fromhex(path.name[:64]) for path in draft_files(tmp_path)}
+    late = LateDrafts(FileStore(url.removeprefix("file://")), of_drafts, seconds)
+    monkeypatch.setattr(drafts_module, "PAUSE_SECONDS", 3600.0)
+    reader = make(store=TieredStore([late]), io_threads=2)
+    assert read(reader) == (40, 40)
+    assert 1 <= (num_late := len(late.given)) <= 2  # each thread had begun one
+    assert max(late.given) < Patience().long_seconds
+    reader.forget_memory()
+    reader.ranks[0].worker._drafts._paused_until = 0.0
+    assert read(reader) == (40, 40)
+    assert len(late.given) > num_late
 
 
 def test_records_of_the_model_do_not_know_of_the_drafter(make, tmp_path):

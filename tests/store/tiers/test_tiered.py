@@ -602,8 +602,17 @@ class Slow(MemoryStore):
         (math.inf, QUICK.long_seconds, 1),
         (QUICK.long_seconds, QUICK.long_seconds, 1),
         (0.1, 0.1, None),
+        (0.1, 2 * QUICK.long_seconds, None),
     ],
-    ids=["quick", "quicker than it must be", "all its time", "long", "enough time", "no time"],
+    ids=[
+        "quick",
+        "quicker than it must be",
+        "all its time",
+        "long",
+        "enough time",
+        "no time",
+        "stalled",
+    ],
 )
 def test_a_read_that_takes_long_costs_one_wait(make_tiers, given, took, num_failures):
     """One that had hardly any time says nothing."""

@@ -37,6 +37,13 @@ LEAST_SECONDS = 0.1
 """How long a chunk whose record was read waits for its drafts at least; at most as long again as
 for the record. They come from the same store, and are smaller."""
 
+MOST_SECONDS = 0.4
+"""How long it waits at most: a read that had longer and ends late has a tier taken for away
+(`Patience.long_seconds`), which would cost hits."""
+
+PAUSE_SECONDS = 5.0
+"""How long none are read after one that was late: each holds up a read of chunks."""
+
 MAX_WAITING = 16
 """Most records that wait to be written out of memory of their own, where the slot may be assigned
 again before."""
@@ -72,6 +79,7 @@ class Drafts:
         self._beside = beside
         self._keys = ShardKeys(rows.own.shard, rows.own.drafter)
         self._copies: BlockCopies | None = None  # None: they cannot be copied
+        self._paused_until = 0.0
         self.waiting = threading.Semaphore(MAX_WAITING)
 
     # -- the engine's thread --------------------------------------------------------------------
@@ -172,11 +180,16 @@ class Drafts:
 
         def run(seconds: float, deadline: float) -> None:
             rows.set_key(slot)
-            until = min(deadline, time.monotonic() + max(seconds, LEAST_SECONDS))
+            now = time.monotonic()
+            if now < self._paused_until:
+                return
+            until = min(deadline, now + min(max(seconds, LEAST_SECONDS), MOST_SECONDS))
             # Not counted as a chunk's: it is none that lacks.
             if read_record(self._store, own, read, Observer(), until) is None:
                 rows.set_key(slot, chunk.key)
                 self._store.touch((read.key,))
+            elif time.monotonic() >= until:
+                self._paused_until = time.monotonic() + PAUSE_SECONDS
 
         return run
 

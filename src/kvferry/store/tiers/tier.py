@@ -297,10 +297,12 @@ class Tier:
             now = self.clock()
             is_long = now - started >= self.patience.long_seconds
             is_counted = self._reading.pop(call, None) is None  # it was overdue
-            # A read that had little time and took all of it says nothing about the store.
+            # A read that was given little time says nothing about the store: a machine that stalls
+            # makes it longer.
+            had_time = deadline - started >= self.patience.long_seconds
             if not is_counted and now < deadline:
                 self._event(partial(Health.failed, why=error.fault, is_long=is_long))
-            elif not is_counted and is_long:
+            elif not is_counted and had_time:
                 self._event(partial(Health.is_lost, why=error.fault))
             raise
         finally:
