@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvferry.keys import salt_mark
@@ -19,6 +21,7 @@ from kvferry.store.erasures import (
 )
 from kvferry.store.file.store import FileStore
 from kvferry.store.memory import MemoryStore
+from kvferry.store.tiers.tier import Unopened
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
@@ -112,11 +115,12 @@ def test_what_was_erased_before_the_start_is_not_heard():
 def test_of_a_store_that_is_opened_late_what_is_old_is_no_news():
     """Else each start would throw away its first minute, as long as the notice stands."""
     texts, now = {}, FakeClock()
-    erasures = Erasures(lambda: texts, [].append, drop_nothing, Counters(), now, wall=now)
     now.advance(1e9)
+    erasures = Erasures(lambda: texts, [].append, drop_nothing, Counters(), now, wall=now)
     erasures.look()
-    texts["late"] = add_to_notice(None, ["mark:00"], now() - 10 * 86400)
-    texts["late"] = add_to_notice(texts["late"], ["mark:01"], now() - 60)
+    texts["late"] = add_to_notice(None, ["mark:00"], now() - 1200)
+    texts["late"] = add_to_notice(texts["late"], ["mark:01"], now() + 60)
+    now.advance(10 * 86400)  # an engine that runs for long, while the store is away
     erasures.look()
     assert list(erasures.since(0)) == ["mark:01"]
     texts["late"] = add_to_notice(texts["late"], ["mark:02"], 1.0)  # by a clock that is wrong
@@ -245,6 +249,26 @@ def test_tiers_do_not_read_what_was_erased_and_landed_late(place, tmp_path):
         assert tiers.read(KEY, [(0, found)]) is None
         assert stores[place].read(KEY, ()) is None
         assert tiers.read(OTHER_KEY, [(0, found)]) == len(OTHER)
+
+
+def test_a_store_that_is_opened_late_keeps_what_was_stored_after_an_old_erasure(tmp_path):
+    """Its notices stand for as long as it does."""
+    with FileStore(tmp_path / "far") as far:
+        far.catalogue().notice(
+            add_to_notice(None, [name_of_namespace(NAMESPACE)], time.time() - 3600)
+        )
+        far.put(KEY, [RECORD])
+    far, is_opened = Unopened("file:///far", lambda _: FileStore(tmp_path / "far")), [False]
+    with TieredStore([MemoryStore(), far], Counters()) as tiers:
+        erasures = tiers._erasures
+        erasures.close(5.0)  # looks are made here
+        erasures._known, read = None, erasures._read
+        erasures._read = lambda: read() if is_opened[0] else {}
+        for is_opened[0] in (False, True):
+            erasures.look()
+        found = memoryview(bytearray(len(RECORD)))
+        assert tiers.read(KEY, [(0, found)]) == len(RECORD)
+        assert tiers.put(OTHER_KEY, [OTHER]).result is PutResult.STORED
 
 
 class Broken(FileStore):

@@ -36,8 +36,8 @@ HEED_SECONDS = 60.0
 """How long a process writes and reads nothing of what it heard was erased: longer than a write
 takes."""
 
-_OLD_SECONDS = 86400.0
-"""What was erased so long before a store is opened is no news: more than clocks differ."""
+_CLOCKS_SECONDS = 600.0
+"""More than the clocks of machines differ."""
 
 _NO_TIME = 1e12
 """Seconds since the epoch that no clock shows."""
@@ -122,7 +122,7 @@ class Erasures:
         self._drop = drop
         self._observer = observer
         self._clock = clock
-        self._wall = wall
+        self._begun = wall()
         self._known: dict[object, Mapping[str, float]] | None = None  # by store
         self._until: dict[str, float] = {}  # by name, how long nothing of it is written
         self._heard: list[str] = []
@@ -151,9 +151,8 @@ class Erasures:
 
     def look(self) -> None:
         """Read the notices once. What the first reading finds was erased before this process held
-        anything, and so was what is old in a store that is opened later."""
+        anything, and so was, in a store that is opened later, what is older than this object."""
         is_first, known = self._known is None, self._known or {}
-        old = self._wall() - _OLD_SECONDS
         heard: list[str] = []
         again: set[str] = set()
         for store, text in self._read().items():
@@ -164,7 +163,7 @@ class Erasures:
                     continue
                 if any(each.get(name) == at for each in known.values()):
                     again.add(name)
-                elif at > old or before is not None:
+                elif at > self._begun - _CLOCKS_SECONDS or before is not None:
                     heard.append(name)
             known[store] = found or before or {}
         self._known = known
