@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.adapters.vllm.spec import hosted_model
 from kvferry.cli.main import main
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import Process, kvferry, wait_for_records
@@ -89,10 +88,13 @@ def test_options_that_vllm_refuses_are_a_finding(
 
 
 @pytest.mark.skipif(RELEASE < (0, 30), reason="states are served from then on")
-def test_the_block_size_with_which_all_numbers_of_ranks_share_a_hybrids_states(
-    tmp_path: Path,
+def test_the_size_of_a_hybrids_states_and_of_blocks_with_which_any_ranks_share_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (store := tmp_path / "store").mkdir(mode=0o700)
+    (store / "records").mkdir()
     model = write_hybrid(tmp_path, "qwen3_next")
-    found = hosted_model(model, {"dtype": "bfloat16"}, None, bytes(32))
-    assert found.block_size == BLOCKS["qwen3_next"]
-    assert found.identity.config["states_of"] == "vllm on cpu"
+    about = found(capsys, store, model, dtype="bfloat16")["about"]
+    assert about["block_size"].startswith(f"{BLOCKS['qwen3_next']}, for engines of 1 to 8 ranks")
+    inputs, states = 3 * (2 * 2 + 4) * 128, 4 * 128 * 128
+    assert about["layer_state_bytes"] == 2 * (inputs + states)

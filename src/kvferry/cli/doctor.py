@@ -171,7 +171,8 @@ def _look_at_vllm(
     if not runs or runs[0].block_size is None:
         return findings, facts, {}
     said = f"{runs[0].block_size}, for engines of 1 to 8 ranks that are to share"
-    return findings, facts, {"block_size": said}
+    size = runs[0].layer_state_bytes
+    return findings, facts, {"block_size": said, "layer_state_bytes": size}
 
 
 @contextmanager

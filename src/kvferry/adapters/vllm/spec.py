@@ -24,7 +24,7 @@ from kvferry.adapters.vllm.host import (
     platform_name,
 )
 from kvferry.adapters.vllm.layers import Layer, num_target_layers, stages_of
-from kvferry.adapters.vllm.states import identity_with_states, shared_block_size
+from kvferry.adapters.vllm.states import identity_with_states, state_sizes
 from kvferry.contract.spec import EngineSpec, Mode, StateSpec
 from kvferry.errors import ConfigError, LayoutError
 from kvferry.identity import model_identity
@@ -266,11 +266,13 @@ class HostedModel(NamedTuple):
         knows_kernels: whether it is: on CPUs, but for latent attention. Elsewhere it takes the
             model's layers, which only a running engine has.
         block_size: of a model with recurrent states, with which engines of 1 to 8 ranks share.
+        layer_state_bytes: of such a model, what a recurrent layer keeps, of all ranks.
     """
 
     identity: ModelIdentity
     knows_kernels: bool
     block_size: int | None = None
+    layer_state_bytes: int | None = None
 
 
 def hosted_model(
@@ -302,10 +304,12 @@ def hosted_model(
     identity = model_identity(model, weights_version, lambda _: weights)
     if getattr(config.model_config, "is_hybrid", False):
         # Its blocks are as large as its states make them, once the layers are known.
+        block_size, layer_state_bytes = state_sizes(config)
         return HostedModel(
             identity_with_states(identity, platform_name()),
             knows_kernels=False,
-            block_size=shared_block_size(config),
+            block_size=block_size,
+            layer_state_bytes=layer_state_bytes,
         )
     size = config.cache_config.block_size
     kernels = cpu_kernels(config, {size}) if size else None

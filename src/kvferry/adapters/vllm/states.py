@@ -117,9 +117,10 @@ def identity_with_states(identity: ModelIdentity, platform: str) -> ModelIdentit
     return replace(identity, config={**identity.config, "states_of": f"vllm on {platform}"})
 
 
-def shared_block_size(vllm_config: Any) -> int:  # noqa: ANN401 - the host's
+def state_sizes(vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401 - the host's
     """Return a block size that vLLM takes whatever the number of ranks, up to 8: each needs blocks
     in which the KV of a layer has room for a state. It is a multiple of what any backend asks for.
+    And the bytes of a recurrent layer's state, of all ranks.
 
     Raises:
         ConfigError: this vLLM does not say what the model's states are.
@@ -129,6 +130,7 @@ def shared_block_size(vllm_config: Any) -> int:  # noqa: ANN401 - the host's
     dtypes = import_module("vllm.utils.torch_utils").STR_DTYPE_TO_TORCH_DTYPE
     model = vllm_config.model_config
     found: list[int] = []
+    layer_bytes = 0
     for num_ranks in (1, 2, 4, 8):
         config = copy(vllm_config)
         config.parallel_config = copy(vllm_config.parallel_config)
@@ -152,7 +154,8 @@ def shared_block_size(vllm_config: Any) -> int:  # noqa: ANN401 - the host's
         except (AttributeError, TypeError) as error:
             raise ConfigError(f"this vLLM does not say what its states are: {error}") from error
         found.append(-(-state.page_size_bytes // token.page_size_bytes))
-    return -(-max(found) // _ANY_BACKEND) * _ANY_BACKEND
+        layer_bytes = layer_bytes or state.page_size_bytes  # of one rank
+    return -(-max(found) // _ANY_BACKEND) * _ANY_BACKEND, layer_bytes
 
 
 def _kind_of(spec: Any) -> str:  # noqa: ANN401 - the host's
