@@ -147,8 +147,8 @@ def _check_counts(world: World, engine: Engine) -> None:
     for counter, reasons in NEVER.items():
         if counter == "save_failed" and reads_only:
             continue  # nothing takes what it saves
-        if counter == "store_probe_failed" and is_late:
-            continue  # a peer whose weights have no name yet refuses others
+        if counter in ("store_probe_failed", "save_failed") and is_late:
+            continue  # a peer without a name refuses others; stores open once weights have one
         number = engine.observer[counter]
         if number and not any(world.happened[reason] for reason in reasons):
             raise Wrong("counts", f"{counter} is {number} in {engine.name}")
