@@ -15,7 +15,7 @@ from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.media import DAMAGE, OFFENCES, OUTAGES
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scenario, without
-from kvferry.testing.world.twists import SHARED_FAILURE, TWISTS, lending, twisted
+from kvferry.testing.world.twists import SHARED_FAILURE, TWISTS, in_vain, lending, twisted
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
 FIRST_PORT = 7000
@@ -27,6 +27,8 @@ SPARES = 0.3
 """The part of hosts that let others go on after a failed load."""
 LENDING = 0.25
 """The part of scenarios with peers in which one reads what the other needs room for."""
+IN_VAIN = 0.05
+"""The part of others with several engines in which what is handed over never comes."""
 SHARED = 0.05
 """The part of others in which loads fail whose blocks several requests share."""
 FILES = 0.04
@@ -84,6 +86,8 @@ def draw(seed: int) -> Scenario:
     )
     if has_peers and more.random() < LENDING:
         engines, actions = lending(more, engines[0], engines[1])
+    elif len(engines) > 1 and more.random() < IN_VAIN:
+        engines, actions = in_vain(more, engines[0], engines[1])
     elif more.random() < SHARED:
         first, actions = twisted(more, engines[0], list(media), SHARED_FAILURE)
         engines = (first, *engines[1:])

@@ -133,6 +133,30 @@ def twisted(
     return changed, made
 
 
+def in_vain(
+    rng: random.Random, producer: EngineShape, consumer: EngineShape
+) -> tuple[tuple[EngineShape, EngineShape], tuple[Action, ...]]:
+    """Two engines and a script: the store takes nothing of a prompt that one hands to the other,
+    which waits for it."""
+    engines = tuple(
+        replace(
+            each,
+            tiers=("sim://m0/kv",),
+            mode=Mode.BOTH,
+            num_slots=24,
+            late_weights=0.0,
+            options={name: each.options[name] for name in each.options if name != "serve"},
+        )
+        for each in (producer, consumer)
+    )
+    script: Script = [(0.0, "fault", ("m0", "refuse", 200.0, producer.name))]
+    script += [
+        (at, "handover", (producer.name, consumer.name, _draw_ask(rng)._replace(document=number)))
+        for number, at in enumerate((0.1, 5.0, 20.0))
+    ]
+    return (engines[0], engines[1]), _timed(1.0 + 3.0 * rng.random(), script)
+
+
 def _timed(begin: float, script: Script) -> tuple[Action, ...]:
     return tuple(Action(round(begin + after, 3), what, given) for after, what, given in script)
 
