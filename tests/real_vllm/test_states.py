@@ -250,20 +250,21 @@ def test_two_ranks_and_one_go_on_from_each_others_states(
     kv head both ranks hold that, and still other heads of the states."""
     model = write_hybrid(tmp_path, arch, num_key_value_heads=kv_heads)
     options = {**options_of(arch), "block_size": 128}
-    prompts = [make_prompt(length) for length in (300, 400)]
-    hits = 256 + 384
-    ranks = pool.get("ranks")
-    for writer, reader in ((ranks, first), (first, ranks)):
-        store = tmp_path / ("two" if writer is ranks else "one")
-        connector = kvferry(store, chunk_tokens=128)
-        of = {ranks.pid: {**options, **TWO_RANKS}, first.pid: options}
-        with writer.engine(model, connector, **of[writer.pid]) as engine:
-            cold = engine.generate(prompts)
-            wait_for_records(store, num_records((300, 400), 128))
-        with reader.engine(model, connector, **of[reader.pid]) as engine:
-            warm = engine.generate(prompts)
-        assert_same(cold, warm)
-        assert warm.external == hits
+    connector = kvferry(tmp_path / "store", chunk_tokens=128)
+    lengths, hits, seen = (300, 400), 256 + 384, set[Path]()
+    with (
+        pool.get("ranks").engine(model, connector, **options, **TWO_RANKS) as two,
+        first.engine(model, connector, **options) as one,
+    ):
+        for writer, reader in ((two, one), (one, two)):
+            prompts = [make_prompt(length) for length in lengths]
+            cold = writer.generate(prompts)
+            stored = wait_for_records(tmp_path / "store", len(seen) + num_records(lengths, 128))
+            reader.wait_until_known(stored - seen)
+            warm = reader.generate(prompts)
+            assert_same(cold, warm)
+            assert warm.external == hits
+            seen = stored
 
 
 def converse(process: Process, pieces: list[dict[str, Any]]) -> dict[str, Any]:
