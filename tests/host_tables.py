@@ -138,6 +138,17 @@ class HostBlockPool:
             raise AssertionError("blocks are lost, or held twice")
 
 
+def kv_values(
+    seeds: Sequence[int] | torch.Tensor, layer: int, heads: range, content_size: int
+) -> torch.Tensor:
+    """Return the KV of the tokens that end prefixes with these seeds (`prefix_seeds` of
+    `simulated_host`), `[tokens, heads, content]`: integers that float32 holds."""
+    of_tokens = torch.as_tensor(seeds, dtype=torch.int64).view(-1, 1, 1)
+    of_heads = torch.tensor(heads).view(1, -1, 1)
+    content = torch.arange(content_size)
+    return (of_tokens * 31 + layer * 1009 + of_heads * 97 + content * 7) % 65_521
+
+
 class _ModelLayer(NamedTuple):
     """A layer, and its index in its group, counted over the whole model."""
 
@@ -203,11 +214,9 @@ class HostRank:
     def values(self, layer: _ModelLayer, prefix_seeds: torch.Tensor) -> torch.Tensor:
         """Return the KV of the tokens that end these prefixes, `[tokens, heads of this rank,
         content]`."""
-        heads = torch.arange(*self._shards[layer.group].heads).view(1, -1, 1)
-        content = torch.arange(self._groups[layer.group].content_size)
-        seeds = prefix_seeds.view(-1, 1, 1)
-        value = seeds * 31 + layer.group * 7919 + layer.layer * 1009 + heads * 97 + content * 7
-        return (value % 65_521).to(torch.float32)
+        heads = range(*self._shards[layer.group].heads)
+        size = self._groups[layer.group].content_size
+        return kv_values(prefix_seeds, 64 * layer.group + layer.layer, heads, size).float()
 
     def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
         """Write the KV of tokens `[start, stop)`, as far as they have blocks."""

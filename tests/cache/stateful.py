@@ -35,6 +35,7 @@ from kvferry.store.base import Store
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import NULL_BLOCK, Handover, KVGroup, OfferedState, StateKind, TablePart
 from tests.cache.pools import check_pool
+from tests.host_tables import kv_values
 from tests.simulated_host import prefix_seeds
 from tests.state_models import MODELS, Place
 
@@ -110,9 +111,7 @@ class _Rank:
         worker.register_kv_caches(caches)
 
     def values(self, layer: int, seed: int) -> torch.Tensor:
-        heads = torch.arange(*self.heads).view(-1, 1)
-        content = torch.arange(GROUP.content_size)
-        return ((seed * 31 + layer * 1009 + heads * 97 + content * 7) % 65_521).float()
+        return kv_values([seed], layer, range(*self.heads), GROUP.content_size)[0].float()
 
     def state_pages(self, blocks: Mapping[int, int], seed: int) -> list[tuple[torch.Tensor, Place]]:
         return [

@@ -30,7 +30,7 @@ from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.types import NULL_BLOCK
-from tests.host_tables import HostTable
+from tests.host_tables import HostTable, kv_values
 from tests.simulated_host import SimulatedHost
 
 CHUNK = 128
@@ -217,16 +217,13 @@ class RankOfVllm:
                 last = [token for token in held if (token + 1) % spec.tokens_per_state == 0]
                 blocks = torch.tensor([ids[token // size] for token in last], dtype=torch.int64)
                 places = torch.tensor(last, dtype=torch.int64) % size
-                wanted = torch.tensor([seeds[token] for token in last]).view(-1, 1, 1)
-                values = self._values(name, spec, heads, wanted)
+                values = self._values(name, spec, heads, [seeds[token] for token in last])
                 yield self._cells(name, spec, blocks, places // spec.tokens_per_state), values
 
-    def _values(self, name: str, spec: Any, heads: range, seeds: torch.Tensor) -> torch.Tensor:
+    def _values(self, name: str, spec: Any, heads: range, seeds: list[int]) -> torch.Tensor:
         cache = self.caches[name]
-        content = torch.arange(cache.shape[3] * cache.itemsize * (2 if is_nvfp4(spec) else 1))
-        layer = sum(name.encode())
-        value = seeds * 31 + layer * 1009 + torch.tensor(heads).view(1, -1, 1) * 97 + content * 7
-        return (value % 251).to(torch.uint8)
+        size = cache.shape[3] * cache.itemsize * (2 if is_nvfp4(spec) else 1)
+        return (kv_values(seeds, sum(name.encode()), heads, size) % 251).to(torch.uint8)
 
     def _cells(
         self, name: str, spec: Any, blocks: torch.Tensor, rows: torch.Tensor

@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.host import HostRequest
 from kvferry.testing.stores.hooks import wait_until
+from tests.host_tables import kv_values
 from tests.real_vllm.host import RELEASE
 from tests.real_vllm.test_lifecycles import BLOCK, Engine, model, utils
+from tests.simulated_host import prefix_seeds
 
 __all__ = ["model", "utils"]
 
@@ -41,11 +44,8 @@ GARBAGE = 9.0
 
 def kv_of(tokens: list[int]) -> torch.Tensor:
     """The KV of each token, `[tokens, 2]`, exact in float32."""
-    found, seed = [], 1
-    for place, token in enumerate(tokens):
-        seed = (seed * 31 + token + 7) % 1_000_003
-        found.append((float(seed), float(place)))
-    return torch.tensor(found).view(-1, 2)
+    seeds = prefix_seeds(HostRequest("", tokens, len(tokens)))
+    return kv_values(seeds, 0, range(1), 2).float().view(-1, 2)
 
 
 class Runner(Engine):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.host import HostRequest
+from tests.host_tables import kv_values
 from tests.simulated_host import prefix_seeds
 
 from .released import Release
@@ -75,10 +76,7 @@ class LayerKV:
 
 def expected_kv(layer: int, heads: range, seed: int) -> torch.Tensor:
     """Return the KV of the token that ends a prefix, `[heads, keys and values]`."""
-    head = torch.tensor(heads).unsqueeze(1)
-    content = torch.arange(2 * HEAD_SIZE)
-    value = seed * 31 + layer * 1009 + head * 97 + content * 7
-    return (value % 65_521).to(torch.float32)
+    return kv_values([seed], layer, heads, 2 * HEAD_SIZE)[0].float()
 
 
 def layer_names() -> list[str]:
