@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 
-from kvferry.cache.build import PrefixCache, records_of
+from kvferry.cache import replicas
+from kvferry.cache.build import PrefixCache
 from kvferry.cache.deciding import rank_slots
 from kvferry.cache.deciding.pins import RequestPins
-from kvferry.cache.deciding.rank_slots import RankSlots
 from kvferry.cache.deciding.scheduler import CacheScheduler
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import Fault, FaultKind, TransferError
@@ -85,7 +84,9 @@ class Machines:
 
 
 @pytest.fixture(autouse=True)
-def machines(monkeypatch) -> Machines:
+def machines(monkeypatch, tmp_path) -> Machines:
+    # Replicas meet there by the name of their engine.
+    monkeypatch.setattr(replicas.tempfile, "gettempdir", lambda: str(tmp_path))
     return Machines(monkeypatch)
 
 
@@ -232,18 +233,16 @@ def test_ranks_tell_in_any_order_where_their_memory_is(make_host, places, split,
     )
     for each in stores:
         assert each.wait_indexed(60)
-    sharded, ranks = host.scheduler.context.store, host.scheduler.saves.shared_writes.ranks
+    ranks = host.scheduler.saves.shared_writes.ranks
     request = host.add("waits", PROMPT)
     for rank in order:
         assert not ranks.are_apart
         host.scheduler.learn_regions([host.ranks[rank].worker.region])
         host.scheduler.lookup(request, 0)
     assert ranks.are_apart
-    asked = []
-    sharded.inner.learn = asked.extend
-    sharded.learn(keys_of(host))
+    names = [ranks.shard_of(key, -1) for key in keys_of(host)]
     whole = keys_of(host) if split in WHOLE else None
-    assert asked == (whole or shard_keys(host, 1 if split in FIRST_IS_EMPTY else 0))
+    assert names == (whole or shard_keys(host, 1 if split in FIRST_IS_EMPTY else 0))
     assert host.admit(request) == 40
     host.prefill(request)
 
@@ -649,23 +648,6 @@ def test_a_machine_with_another_number_of_slots_stops_all(
     else:
         assert num_read == (40 if are_many else 0)
         assert len(places.shards()) > 10
-
-
-def test_recurrent_states_are_refused_by_name(make_host, places, caplog):
-    host = start(make_host, places.directory(2))
-    cache, regions = host.parts[0], [rank.worker.region for rank in host.ranks]
-    caplog.clear()
-    ranks = RankSlots(
-        partial(records_of, cache.spec.groups, cache.schema, ()),
-        (cache.schema, cache.schema),
-        cache.num_slots,
-        cache.spec.shard,
-        cache.identity,
-    )
-    assert [ranks.learn(region) for region in regions * 2] == [""] * 4
-    assert not ranks.are_apart
-    (said,) = caplog.messages
-    assert "has recurrent states, which ranks on several machines cannot store" in said
 
 
 def test_the_store_of_the_scheduler_role_knows_shards_by_the_keys_of_chunks(make_host, places):

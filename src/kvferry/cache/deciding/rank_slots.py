@@ -9,13 +9,14 @@ is decided once all ranks have reported, as chunks are found by the first shard 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry.blocks.rows import RankRecords
 from kvferry.cache.epoch import CacheIdentity
 from kvferry.cache.memory import open_slots, slot_size
 from kvferry.cache.messages import SlotRegion
+from kvferry.cache.shards import shard_keys
 from kvferry.errors import TransferError
 from kvferry.keys import ShardKeys
 from kvferry.record.checksum import CHECKSUM
@@ -79,7 +80,7 @@ class RankSlots:
         self._identity = identity
         self._slots: dict[int, _Slots] = {}
         self._regions: dict[int, SlotRegion] = {}
-        self._shards: dict[int, ShardKeys] = {}
+        self._shards: dict[int, dict[int, ShardKeys]] = {}  # by rank, see `shard_keys`
         self._note_shard(shard)
         self._unopened: dict[int, TransferError] = {}
         self.are_apart = False
@@ -89,20 +90,25 @@ class RankSlots:
         self._parts: tuple[tuple[_Part, ...], ...] | None = None
 
     def _note_shard(self, shard: RankShard) -> None:
-        own = self._records_of(shard).rows.own
-        if own is not None:  # else it has no rows
-            self._shards = self._shards | {shard.rank: ShardKeys(own.shard)}
+        names = shard_keys(self._records_of(shard))
+        if names:  # else it has no rows
+            self._shards = dict(sorted((self._shards | {shard.rank: names}).items()))
 
-    @property
-    def shards(self) -> list[ShardKeys]:
-        """The keys of the shards of all ranks that are known, by rank; of all ranks that hold any
-        rows once they are apart. Any thread."""
-        shards = self._shards  # replaced, never changed
-        return [shards[rank] for rank in sorted(shards)]
+    def shard_of(self, key: ChunkKey, part: int) -> ChunkKey:
+        """Return the key of the first shard of a record: that of the first rank with rows, once
+        ranks are apart. `part` as in slots."""
+        return next(iter(self._shards.values()))[part].of(key)
+
+    def first_names(self, key: ChunkKey) -> tuple[ChunkKey, ...]:
+        """Return `shard_of` for each part: a key does not say which it is of, and no other record
+        has such a name."""
+        names = next(iter(self._shards.values())).values()
+        return tuple(each.of(key) for each in dict.fromkeys(names))
 
     def names_of(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys, and those of all shards of these records. Any thread."""
-        shards = self.shards if self.are_apart else []
+        """Return the keys, and those that shards of these records may have. Any thread."""
+        ranks = self._shards.values() if self.are_apart else ()  # replaced, never changed
+        shards = dict.fromkeys(each for names in ranks for each in names.values())
         return [name for key in keys for name in (key, *(shard.of(key) for shard in shards))]
 
     def lacks(self, key: ChunkKey) -> None:
@@ -113,10 +119,9 @@ class RankSlots:
                 del self._lacking[next(iter(self._lacking))]
             self._lacking[key] = None
 
-    def stored(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that all ranks have stored their shards of some chunks."""
-        for key in keys:
-            self._lacking.pop(key, None)
+    def stored(self, key: ChunkKey) -> None:
+        """Note that all ranks have stored their shards of a chunk."""
+        self._lacking.pop(key, None)
 
     def counts(self, key: ChunkKey) -> bool:
         """Whether the shard of the first rank stands for all."""
@@ -192,15 +197,6 @@ class RankSlots:
 
     def _be_apart(self, rank: int, error: TransferError) -> None:
         """Take ranks as apart, and say so."""
-        if len(self._schemas) > 1:
-            logger.warning(
-                "nothing is stored, as the slots of rank %d cannot be opened (%s), and this model "
-                "has recurrent states, which ranks on several machines cannot store: run all ranks "
-                "on the machine of the scheduler, in its container and as its user",
-                rank,
-                error,
-            )
-            return
         self.are_apart = True
         logger.warning(
             "ranks are on several machines, as the slots of rank %d cannot be opened (%s): each "

@@ -395,8 +395,11 @@ class Saves:
             self._announce_failed(slot.key)
             return
         self._requests.refused.discard(slot.key)
-        if self._is_alone or self._ranks.are_apart:
+        if self._is_alone:
             self._context.store.learn([slot.key])
+        elif self._ranks.are_apart:
+            self._ranks.stored(slot.key)
+            self._context.store.learn([self._ranks.shard_of(slot.key, slot.part)])
         self.pins.stored(slot.key)
         if result == PutResult.STORED:
             self._requests.unreadable.discard(slot.key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvferry.cache.deciding.rank_slots import RankSlots
-from kvferry.store.base import ABSENT, ASKED, HERE, Address, Store, Where
+from kvferry.store.base import ABSENT, ASKED, HERE, Store, Where
 from kvferry.store.wrapper import WrapperStore
 from kvferry.types import ChunkKey
 
@@ -32,43 +32,43 @@ class ShardedStore(WrapperStore):
     def __init__(self, inner: Store, ranks: RankSlots) -> None:
         super().__init__(inner)
         self._ranks = ranks
-        self._names: dict[ChunkKey, ChunkKey] = {}
+        self._names: dict[ChunkKey, tuple[ChunkKey, ...]] = {}
 
     def in_namespace(self, namespace: bytes) -> Store:
         if self._ranks.are_apart:
             return super().in_namespace(namespace)
         return self.inner.in_namespace(namespace)
 
-    def _shard_of(self, key: ChunkKey) -> ChunkKey:
+    def _names_of(self, key: ChunkKey) -> tuple[ChunkKey, ...]:
         found = self._names.get(key)
         if found is None:
             if len(self._names) >= MAX_NAMES:
                 self._names.clear()
-            found = self._names[key] = self._ranks.shards[0].of(key)
+            found = self._names[key] = self._ranks.first_names(key)
         return found
 
     def where(self, key: ChunkKey) -> Where:
         found = self.inner.where(key)
         if found is HERE or not self._ranks.counts(key):
             return found
-        other = self.inner.where(self._shard_of(key))
-        return found if other is ABSENT or (found is ASKED and other is not HERE) else other
+        for name in self._names_of(key):
+            other = self.inner.where(name)
+            if other is HERE:
+                return other
+            if other is not ABSENT and found is not ASKED:
+                found = other
+        return found
 
     def probe(self, keys: Sequence[ChunkKey], *, again: bool = False) -> Where:
         if self._ranks.are_apart:
             # By turns: a store goes on while it has some of what it was asked for.
-            keys = [name for key in keys for name in (key, self._shard_of(key))]
+            keys = [name for key in keys for name in (key, *self._names_of(key))]
         return self.inner.probe(keys, again=again)
 
-    def learn(self, keys: Sequence[ChunkKey], holder: Address | None = None) -> bool:
-        if holder is not None or not self._ranks.are_apart:
-            return self.inner.learn(keys, holder)
-        self._ranks.stored(keys)
-        return self.inner.learn([self._shard_of(key) for key in keys])
-
     def tier_of(self, key: ChunkKey) -> str:
-        is_whole = not self._ranks.are_apart or self.inner.where(key) is HERE
-        return self.inner.tier_of(key if is_whole else self._shard_of(key))
+        names = (key, *self._names_of(key)) if self._ranks.are_apart else ()
+        here = (name for name in names if self.inner.where(name) is HERE)
+        return self.inner.tier_of(next(here, key))
 
     # -- any thread -----------------------------------------------------------------------------
 

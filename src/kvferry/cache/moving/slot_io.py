@@ -22,8 +22,8 @@ from kvferry.cache.config import RoleContext
 from kvferry.cache.messages import Fetch, Filled, Saved, Sealed, SlotChunk
 from kvferry.cache.moving.drafts import Drafts, DraftWrite
 from kvferry.cache.replicas import Replicas
+from kvferry.cache.shards import shard_keys
 from kvferry.errors import StoreError, TransferError
-from kvferry.keys import ShardKeys
 from kvferry.layout.streams import REACHED, Mark
 from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
@@ -84,8 +84,7 @@ class SlotIO:
         # several ranks, unless they are apart.
         self._is_alone = context.spec.shard.world_size == 1
         self.are_apart = False
-        own = records.rows.own
-        self._names = ShardKeys(() if own is None else own.shard)
+        self._names = shard_keys(records)
         # With several tables, a host ends at a load that failed.
         self._loads_may_fail = len(context.tables.tables) == 1
         # By slot: the chunk's key, and the groups of it that the slot holds verified.
@@ -162,7 +161,7 @@ class SlotIO:
             image=rows.image_of(memory) if is_whole else None,
             looks_at_values=fetch.looks_at_values,
         )
-        tries = self._tries(record, rows, memory, groups)
+        tries = self._tries(record, chunk.part, memory, groups)
         drafts = self._drafts if chunk.part < 0 else None
         read_drafts = None if drafts is None else drafts.reader(chunk)
 
@@ -196,10 +195,11 @@ class SlotIO:
         self._reads[chunk.slot] = (fetch, self.pool.submit(run))
 
     def _tries(
-        self, whole: RecordRead, rows: RankRows, memory: memoryview, groups: frozenset[int]
+        self, whole: RecordRead, part: int, memory: memoryview, groups: frozenset[int]
     ) -> list[tuple[RecordSchema, RecordRead]]:
         """Return which records have a rank's rows of a chunk, in the order in which to try them:
         the shard first, as ranks that are apart write those."""
+        rows = self._records.of(part)
         own, tries = rows.own, [(rows.schema, whole)]
         if not self.are_apart or own is rows.schema:
             return tries
@@ -207,7 +207,7 @@ class SlotIO:
             return []  # it holds none
         shard = replace(
             whole,
-            key=self._names.of(whole.key),
+            key=self._names[part].of(whole.key),
             head=memoryview(bytearray(own.head_bytes)),
             rows=rows.rows_of(memory, groups, of_shard=True),
             of=whole.key,
@@ -298,8 +298,9 @@ class SlotIO:
         if not found.are_finite:
             return Sealed(chunk.slot, None, is_finite=False)
         whole = ChunkKey(chunk.key)
-        key, head, of = self._names.of(whole), b"", b""
+        key, head, of = whole, b"", b""
         if own is not None:
+            key = self._names[chunk.part].of(whole)
             of = whole if own.shard else b""
             head = own.encode_head(key, chunk.first_token, found.digests, chunk.mark, of)
 
@@ -331,7 +332,7 @@ class SlotIO:
 
         def discard(_job: Job[None]) -> None:
             store = self._store.in_namespace(namespace)
-            for name in dict.fromkeys((self._names.of(key), key)):
+            for name in dict.fromkeys((*self._shards_of(key), key)):
                 store.discard(name, why)
 
         self.pool.submit(discard, can_wait=True)
@@ -340,9 +341,14 @@ class SlotIO:
         """Touch this rank's shards of some chunks. Never blocks."""
 
         def touch(_job: Job[None]) -> None:
-            self._store.touch([self._names.of(ChunkKey(key)) for key in keys])
+            self._store.touch([name for key in keys for name in self._shards_of(ChunkKey(key))])
 
         self.pool.submit(touch, can_wait=True)
+
+    def _shards_of(self, key: ChunkKey) -> list[ChunkKey]:
+        """Return the names that this rank's shard of a record may have: a key does not say of which
+        part it is."""
+        return [each.of(key) for each in dict.fromkeys(self._names.values())]
 
     # -- reports --------------------------------------------------------------------------------
 
