@@ -219,8 +219,8 @@ class Drafts:
         if self._store.accepts() is not None:
             return  # the chunk's own record says why
         key = self._keys.of(ChunkKey(chunk.key))
-        store = self._store.in_namespace(own.namespace)
-        answer = store.put(key, parts, time.monotonic() + WRITE_SECONDS)
+        until = time.monotonic() + WRITE_SECONDS
+        answer = self._store.in_namespace(own.namespace).put(key, parts, until)
         if answer.result is PutResult.STORED:
             self._observer.count("saved_drafts")
             self._observer.count("saved_bytes", sum(len(part) for part in parts))

@@ -170,7 +170,7 @@ def lending(
     engines = (
         replace(
             lender,
-            tiers=tuple(url for url in lender.tiers if not url.startswith("peer://")),
+            tiers=tuple(url for url in lender.tiers if host not in url),  # none of an engine
             mode=Mode.BOTH,
             num_slots=8,
             late_weights=0.0,
