@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cache import replicas
+from kvferry.cache.deciding import rank_slots
 from kvferry.cache.moving import drafts as drafts_module
 from kvferry.cli.main import main
 from kvferry.contract.spec import DraftSpec
-from kvferry.errors import FaultKind, StoreError
+from kvferry.errors import FaultKind, StoreError, TransferError
 from kvferry.layout.shards import tensor_parallel_shard
 from kvferry.record.check import RecordInfo
 from kvferry.store.base import NO_DEADLINE
@@ -40,6 +42,10 @@ from .keeping import NUM_CHUNKS, PROMPT, assert_settles, flip, keys_of, wait_for
 MODEL = make_groups(num_layers=12, num_kv_heads=4)
 DRAFTER, OTHER = b"d" * 16, b"o" * 16
 GROUPS = make_groups(num_layers=1, num_kv_heads=4, head_dim=8)
+
+
+MODEL_OF_ONE = make_groups(num_layers=40, num_kv_heads=1)
+GROUPS_OF_ONE = make_groups(num_layers=1, num_kv_heads=1, head_dim=8)
 
 
 def drafts_of(rank: int, *, drafter: bytes = DRAFTER, groups=GROUPS, world_size: int = 1):
@@ -65,11 +71,13 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def make(make_host, url: str):
-    def make(drafter: bytes | None = DRAFTER, *, world_size: int = 1, groups=GROUPS, **options):
+    def make(
+        drafter: bytes | None = DRAFTER, *, world_size=1, groups=GROUPS, model=MODEL, **options
+    ):
         drafts = partial(drafts_of, drafter=drafter, groups=groups, world_size=world_size)
         options.setdefault("memory_bytes", 64 << 20)
         return make_host(
-            **{"store": url, "groups": MODEL, **options},
+            **{"store": url, "groups": model, **options},
             world_size=world_size,
             drafts=None if drafter is None else drafts,
         )
@@ -313,3 +321,82 @@ def test_a_device_that_is_late_brings_drafts_with_the_rest(make):
     writer = stored(make, setup=device.setup(chunk_tokens=8))
     assert writer.observer["saved_drafts"] == NUM_CHUNKS
     assert read(make(setup=SimulatedDevice().setup(chunk_tokens=8))) == (40, 0)
+
+
+class Ordered(WrapperStore):
+    """A store that notes what is written, in order, and what is used."""
+
+    def __init__(self, inner) -> None:
+        super().__init__(inner)
+        self.written: list[tuple[bool, int]] = []
+        self.touched: set[bytes] = set()
+
+    def touch(self, keys):
+        self.touched |= set(keys)
+
+    def put(self, key, buffers, *args):
+        head = bytes(buffers[0][:4096])
+        of = int(re.search(rb'first_token":"(\d+)', head)[1])
+        self.written.append((b'"draft.' in head, of))
+        return self.inner.put(key, buffers, *args)
+
+
+def test_whoever_finds_a_chunk_finds_its_drafts(make, url):
+    store = Ordered(FileStore(url.removeprefix("file://")))
+    stored(make, store=store)
+    assert len(store.written) == 2 * NUM_CHUNKS
+    for of in range(0, 40, 8):
+        assert store.written.index((True, of)) < store.written.index((False, of))
+
+
+def test_ranks_that_share_memory_share_the_drafts_in_it(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(replicas.tempfile, "gettempdir", lambda: str(tmp_path))
+    one = {"groups": GROUPS_OF_ONE, "model": MODEL_OF_ONE, "world_size": 2}
+    writer = stored(make, **one, engine_id="writer")
+    wait_for(lambda: writer.observer["saved_drafts"] == NUM_CHUNKS)
+    assert writer.ranks[1].worker._replicas.loads_only
+    reader = make(**one, engine_id="reader")
+    assert read(reader) == (40, 0)
+    assert reader.observer["loaded_drafts"] == 2 * NUM_CHUNKS
+    assert len(draft_files(tmp_path)) == NUM_CHUNKS
+
+
+def test_ranks_on_several_machines_write_and_read_their_drafts(make, monkeypatch, tmp_path):
+    def closed(*_where):
+        raise TransferError("no such process on this machine")
+
+    monkeypatch.setattr(rank_slots, "open_slots", closed)
+    split = {"world_size": 2, "model": make_groups(num_layers=24, num_kv_heads=4)}
+    writer = make(**split)
+    for name in ("first", "second"):  # ranks turn out to be apart once they have reported
+        writer.forget_memory()
+        writer.run(name, PROMPT)
+        assert_settles(writer)
+    assert writer.observer["saved_drafts"] == 2 * NUM_CHUNKS
+    assert len(draft_files(tmp_path)) == 2 * NUM_CHUNKS
+    reader = make(**split)
+    assert [read(reader)[0] for _ in range(2)][1] == 40
+    assert reader.observer["loaded_drafts"] > 0
+
+
+def test_drafts_that_are_loaded_from_memory_are_as_used_as_their_chunks(make, url, tmp_path):
+    store = Ordered(FileStore(url.removeprefix("file://")))
+    writer = stored(make, store=store)
+    drafts = {bytes.fromhex(path.name[:64]) for path in draft_files(tmp_path)}
+    assert read(writer) == (40, 0)
+    wait_for(lambda: store.touched >= drafts)
+    assert store.touched - drafts == set(keys_of(writer))
+
+
+def test_another_epoch_of_weights_has_other_drafts(make, tmp_path):
+    host = stored(make)
+    before = set(draft_files(tmp_path))
+    host.scheduler.reset()
+    host.run("reset", PROMPT)
+    assert_settles(host)
+    after = set(draft_files(tmp_path)) - before
+    assert len(after) == NUM_CHUNKS
+    namespaces = {
+        re.search(rb'namespace":"(\w+)', path.read_bytes()[:4096])[1] for path in before | after
+    }
+    assert len(namespaces) == 2

@@ -41,6 +41,12 @@ def shard_key(key, shard):
     return blake3(b"kvferry.shard.1\0" + key + encode(shard)).digest()
 
 
+def draft_key(key, drafter, shard):
+    """Return the key of what a drafter stores beside the chunk of `key`; `shard` as above, of the
+    components of the model and of the drafter."""
+    return blake3(b"kvferry.draft.1\0" + key + drafter + encode(shard)).digest()
+
+
 def chunk_keys(namespace, chunk_tokens, token_ids, extra):
     """Return the keys of the whole chunks. `extra` has the form of golden.json: salt, lora, embeds
     (hex), items of [digest, offset, length]."""

@@ -86,6 +86,15 @@ def test_keys_of_shards_equal_the_golden_vectors(case):
     assert reference.shard_key(key, case["shard"]).hex() == case["shard_key"]
 
 
+def test_the_key_of_drafts_equals_the_golden_vector():
+    key, drafter = bytes(range(32)), bytes(range(16))
+    shard = [[0, 0, 0, 0], [0, 1, 0, 8]]
+    rows = [ShardRows(tuple(each[:2]), 64, tuple(each[2:]), 8) for each in shard]
+    golden = "9fd7f747a88fca019399a99f0ca2a267baddc84fcf6bf7c73b3ebcbde11e7bd2"
+    assert ShardKeys(rows, drafter).of(key).hex() == golden
+    assert reference.draft_key(key, drafter, shard).hex() == golden
+
+
 def test_a_record_with_all_rows_has_the_key_of_the_whole():
     assert ShardKeys(()).of(bytes(range(32))) == bytes(range(32))
 

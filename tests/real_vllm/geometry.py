@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.host import HostRequest
+from kvferry.adapters.vllm.drafts import draft_layers, draft_spec
 from kvferry.adapters.vllm.layers import layers_of, refuse_parallel
 from kvferry.adapters.vllm.spec import (
     engine_spec,
@@ -31,10 +32,12 @@ from kvferry.keys import ModelIdentity
 from kvferry.observe import Counters
 from kvferry.types import NULL_BLOCK
 from tests.host_tables import HostTable, kv_values
-from tests.simulated_host import SimulatedHost
+from tests.simulated_host import SimulatedHost, prefix_seeds
 
 CHUNK = 128
 GARBAGE = 0xA5
+GOLDEN = Path(__file__).parents[1] / "record" / "golden"
+"""Any files that may be weights of a drafter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +129,18 @@ def host_config(mix: Mix, rank: int, tp: int, modules: Mapping[str, Any]) -> Any
         cache_config=SimpleNamespace(cache_dtype="auto"),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         compilation_config=SimpleNamespace(static_forward_context=modules),
-        speculative_config=SimpleNamespace(draft_model_config=1, target_model_config=2)
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        speculative_config=SimpleNamespace(
+            method="mtp",
+            draft_model_config=SimpleNamespace(
+                model=str(GOLDEN),
+                revision=None,
+                dtype=torch.bfloat16,
+                hf_config=model,
+                hf_text_config=model,
+            ),
+            target_model_config=None,
+        )
         if mix.drafts
         else None,
     )
@@ -149,13 +163,18 @@ def modules_of(mix: Mix, specs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def described(mix: Mix, config: Any, groups: Any) -> tuple[EngineSpec, list[Any]]:
-    """What one half of the connector makes of its configuration."""
+def described(
+    mix: Mix, config: Any, groups: Any, *, is_worker: bool = True
+) -> tuple[EngineSpec, list[Any]]:
+    """What one half of the connector makes of its configuration, and the layers that it copies."""
     refuse_parallel(config.parallel_config)
     layers = layers_of(config, groups, mix.platform)
     states = served_states(config, groups, layers, dim_first=False, hands_off=True)
     identity = ModelIdentity(weights=b"w" * 32, config={})
-    return engine_spec(config, layers, None, mix.chunk, lambda: identity, states), layers
+    spec = engine_spec(config, layers, None, mix.chunk, lambda: identity, states)
+    drafts = draft_layers(config, groups, layers, mix.platform) if is_worker else []
+    spec = replace(spec, drafts=draft_spec(config, drafts, spec, None))
+    return spec, [*layers, *drafts]
 
 
 class RankOfVllm:
@@ -175,36 +194,53 @@ class RankOfVllm:
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self.memory)
         self._bytes.fill_(GARBAGE)
         self._layers: list[list[tuple[str, Any, range]]] = []
+        self._drafts: list[list[tuple[str, Any, range]]] = []
         for group in self._groups:
             uniform = isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
             specs = {
                 name: group.kv_cache_spec.kv_cache_specs[name] if uniform else group.kv_cache_spec
                 for name in group.layer_names
-                if name not in mix.drafts
             }
             specs = {n: s for n, s in specs.items() if s.prefix_cacheable}
-            self._layers.append(
-                [(name, spec, mix.heads_of(name, spec, rank, tp)) for name, spec in specs.items()]
-            )
+            found = [
+                (name, spec, mix.heads_of(name, spec, rank, tp)) for name, spec in specs.items()
+            ]
+            self._layers.append([each for each in found if each[0] not in mix.drafts])
+            self._drafts.append([each for each in found if each[0] in mix.drafts])
 
     def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
         start = max(start, request.num_external_tokens)  # what is computed again is not written
-        for cells, values in self._kv(request, seeds, start, stop):
-            cells(values)
+        for layers in (self._layers, self._drafts):
+            for cells, values in self._kv(layers, request, seeds, start, stop):
+                cells(values)
 
     def wrong_tokens(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
+        return self._wrong(self._layers, request, seeds, stop)
+
+    def wrong_drafts(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
+        """As `wrong_tokens`, of the layers of a drafter."""
+        return self._wrong(self._drafts, request, seeds, stop)
+
+    def _wrong(
+        self, layers: Sequence[Any], request: HostRequest, seeds: Sequence[int], stop: int
+    ) -> int:
         return sum(
             int((cells(None) != values).flatten(1).any(1).sum())
-            for cells, values in self._kv(request, seeds, 0, stop)
+            for cells, values in self._kv(layers, request, seeds, 0, stop)
         )
 
     def _kv(
-        self, request: HostRequest, seeds: Sequence[int], start: int, stop: int
+        self,
+        of_groups: Sequence[Any],
+        request: HostRequest,
+        seeds: Sequence[int],
+        start: int,
+        stop: int,
     ) -> Iterator[tuple[Callable[[Any], Any], torch.Tensor]]:
         """Yield for each layer a function that reads or writes the tokens that have a block, and
         their right bytes, `[tokens, heads of this rank, bytes]`. Where a row stands for several
         tokens, it is written with the last of them."""
-        for group, ids, layers in zip(self._groups, request.block_ids, self._layers, strict=True):
+        for group, ids, layers in zip(self._groups, request.block_ids, of_groups, strict=True):
             size = group.kv_cache_spec.block_size
             held = [
                 token
@@ -282,7 +318,7 @@ class RankOfVllm:
         return 8 if is_packed and getattr(spec, "model_version", None) else 0
 
     def poison(self, blocks: Collection[int]) -> None:
-        for layers in self._layers:
+        for layers in (*self._layers, *self._drafts):
             for name, spec, _ in layers:
                 cache = self.caches[name].view(torch.uint8)
                 parts = spec.num_states // cache.shape[2]
@@ -290,7 +326,7 @@ class RankOfVllm:
                     cache[block * parts : (block + 1) * parts] = GARBAGE
 
     def check_null_block(self) -> None:
-        for layers in self._layers:
+        for layers in (*self._layers, *self._drafts):
             for name, spec, _ in layers:
                 cache = self.caches[name].view(torch.uint8)
                 parts = spec.num_states // cache.shape[2]
@@ -353,9 +389,11 @@ class EngineOfVllm:
             described(mix, host_config(mix, rank, tp, modules), groups)
             for rank, groups in enumerate(workers)
         ]
-        own, _ = described(mix, host_config(mix, 0, tp, modules if tp == 1 else {}), scheduler)
+        view = host_config(mix, 0, tp, modules if tp == 1 else {})
+        own, _ = described(mix, view, scheduler, is_worker=False)
         adopted = spec_of_workers(own, [spec for spec, _ in halves])
         self.spec = adopted if told and adopted is not None else own
+        self.wrong_drafts = 0
         self.counters = Counters()
         options = {
             "store": f"file://{store}?max_bytes=256MiB",
@@ -377,6 +415,7 @@ class EngineOfVllm:
             ranks.append(RankOfVllm(mix, tp, rank, groups, layout, driver))
             views = layer_views(ranks[rank].caches, modules, layers, spec.kv_layout)
             driver.role.register_kv_caches(views)
+        self.stores_drafts = all(rank.worker._drafts is not None for rank in ranks)
         tables = [
             HostTable(
                 block_size=group.kv_cache_spec.block_size,
@@ -400,6 +439,9 @@ class EngineOfVllm:
         hit = self.host.admit(request)
         request.num_computed_tokens -= min(hit, self._replayed)
         self.host.prefill(request, budget=budget)
+        seeds = prefix_seeds(request)
+        for rank in self.host.ranks:
+            self.wrong_drafts += rank.wrong_drafts(request, seeds, len(tokens))
         self.host.finish(request)
         self.host.settle()
         return int(request.num_external_tokens)

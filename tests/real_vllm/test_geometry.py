@@ -330,8 +330,7 @@ def one(spec, **more):
     return Mix(specs=lambda _: {attn(0): spec}, **more)
 
 
-def with_draft(name, spec):
-    base = plain(8)
+def with_draft(name, spec, base=plain(8)):  # noqa: B008  # frozen
     return Mix(
         specs=lambda tp: {**base.specs(tp), name: spec(tp)},
         heads=base.heads,
@@ -450,6 +449,12 @@ MIXES = {
         "mtp.layers.0.self_attn.attn", lambda tp: full(tp, 8)
     ),
     "a draft model": with_draft("draft_model.model.layers.0.attn", lambda tp: full(tp, 8)),
+    "DeepSeek V3 and its MTP layer": with_draft(
+        attn(2), lambda _: mla(), Mix(specs=lambda _: {attn(i): mla() for i in range(2)})
+    ),
+    "a draft layer with a block table of its own": with_draft(
+        attn(2), lambda tp: window(tp, 8, sliding_window=64)
+    ).but(num_blocks=128),
     "Mamba and attention": Mix(
         specs=lambda tp: {attn(0): full(tp, 8), "model.layers.1.mixer": mamba()},
         refused="mamba_cache_mode='none'.*enable-prefix-caching",
@@ -592,6 +597,13 @@ def test_each_mix_is_served_byte_by_byte_or_refused_by_name(name, tp, vllm_confi
         finally:
             engine.close()
     assert hits == [0, 256, 256, 256]
+    if mix.drafts:
+        assert engine.stores_drafts is (name not in LEFT_OUT)
+        assert (engine.wrong_drafts == 0) is engine.stores_drafts
+
+
+LEFT_OUT = ("a draft layer of other heads", "a draft layer with a block table of its own")
+"""As large as the model, and in blocks that no plan names."""
 
 
 # Where the halves disagree without vLLM's handshake.

@@ -128,37 +128,39 @@ class Drafts:
             chunks.append(chunk)
             yield ChunkCopy(self._rows.memory(slot), runs, chunk.first_token)
 
-    def of_load(self, load: Load) -> list[ChunkCopy]:
-        """Return the copies of the drafts that the slots of a load have; count those that they
-        lack."""
+    def load(self, loads: Sequence[Load], pool: IOPool) -> None:
+        """Copy the drafts that the slots of loads have into the blocks, on all free threads; count
+        those that they lack. Their records are as used as the chunks'."""
         if self._copies is None:
-            return []
-        found = []
-        groups = self._rows.rows.all_groups
+            return
+        found = [each for load in loads for each in self._of_load(load)]
+        used = [self._keys.of(ChunkKey(key)) for key, _ in found]
+        errors = pool.spread(
+            [copy for _, copy in found], self._copies.scatter, alone=self._copies.overlaps
+        )
+        for error in errors:
+            if error is not None:
+                self._note("loaded", error)
+        self._observer.count("loaded_drafts", len(found))
+        self._observer.count("lacking_drafts", sum(len(load.chunks) for load in loads) - len(found))
+        if used:
+            pool.submit(lambda _job: self._store.touch(used), can_wait=True)
+
+    def _of_load(self, load: Load) -> Iterator[tuple[bytes, ChunkCopy]]:
+        """Yield the key and the copy of each chunk whose drafts are in its slot."""
+        assert self._copies is not None
         for chunk in load.chunks:
-            slot, first = self._memory.slot(chunk.slot), chunk.first_token
+            slot, hit = self._memory.slot(chunk.slot), (load.start, load.stop)
             if not self._rows.are_of(slot, chunk.key):
                 continue
             try:
                 runs = self._copies.paged.load_runs(
-                    load.blocks, (load.start, load.stop), first, groups
+                    load.blocks, hit, chunk.first_token, self._rows.rows.all_groups
                 )
             except LayoutError as error:
                 self._note("loaded", error)
             else:
-                found.append(ChunkCopy(self._rows.memory(slot), runs, first))
-        self._observer.count("loaded_drafts", len(found))
-        self._observer.count("lacking_drafts", len(load.chunks) - len(found))
-        return found
-
-    def scatter(self, copy: ChunkCopy) -> None:
-        """Copy drafts into the blocks, as `BlockCopies.scatter` does; a failure is noted. Any
-        thread where the model's can be."""
-        assert self._copies is not None
-        try:
-            self._copies.scatter(copy)
-        except TransferError as error:
-            self._note("loaded", error)
+                yield chunk.key, ChunkCopy(self._rows.memory(slot), runs, chunk.first_token)
 
     def _note(self, what: str, error: Exception) -> None:
         self._observer.count("drafts_failed")
@@ -187,7 +189,6 @@ class Drafts:
             # Not counted as a chunk's: it is none that lacks.
             if read_record(self._store, own, read, Observer(), until) is None:
                 rows.set_key(slot, chunk.key)
-                self._store.touch((read.key,))
             elif time.monotonic() >= until:
                 self._paused_until = time.monotonic() + PAUSE_SECONDS
 

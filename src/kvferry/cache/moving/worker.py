@@ -323,8 +323,7 @@ class CacheWorker(WorkerRole):
                 if error is not None:
                     self._fail(one.load, one.chunk, error)
             if self._drafts is not None:
-                copies = [copy for load in loads for copy in self._drafts.of_load(load)]
-                self.io.pool.spread(copies, self._drafts.scatter, alone=self._copies.overlaps)
+                self._drafts.load(loads, self.io.pool)
             self._ended.received.update(load.request_id for load in loads if load.is_async)
         finally:
             if self._copies.overlaps:
