@@ -301,6 +301,17 @@ def test_commands_take_records_of_drafts_for_what_they_are(make, url, tmp_path):
     assert read(make(store=other)) == (40, 0)
 
 
+@pytest.mark.parametrize("options", [[], ["--join"]], ids=str)
+def test_a_prompt_is_copied_with_its_drafts_also_where_they_are(make, url, tmp_path, options):
+    writer, other = stored(make), f"file://{tmp_path}/other"
+    (ids := tmp_path / "ids").write_text(json.dumps(PROMPT))
+    prompt = ["--namespace", writer.scheduler.requests.namespace.hex(), "--tokens", str(ids)]
+    for _ in range(2):
+        assert main(["copy", url, other, *prompt, *options]) == 0
+    assert len(draft_files(tmp_path / "other")) == NUM_CHUNKS
+    assert read(make(store=other)) == (40, 0)
+
+
 def test_the_name_of_a_record_of_drafts_is_its_drafters(make, tmp_path):
     stored(make)
     store = FileStore(tmp_path / "store")

@@ -155,12 +155,14 @@ class _Items:
         return f", {len(self.shards):,} of {len(self.keys):,} shards" if self.shards else ""
 
     def in_order(self, copied: list[tuple[ChunkKey, bytes]]) -> list[ChunkKey]:
-        """Return the keys of `_Copying.copied` in the order of the chosen prompt."""
+        """Return the keys of `_Copying.copied` in the order of the chosen prompt; last, drafts that
+        the target had, which were not read."""
         prompt = self._choice.prompt
         assert prompt is not None, "asked only where a prompt was chosen"
         keys = keys_of_prompt(self._source, self._choice, prompt)
         places = {bytes(key): place for place, (_, key) in enumerate(keys)}
-        return [key for key, of in sorted(copied, key=lambda each: places[each[1] or each[0]])]
+        found = [(places.get(of or key, len(places)), key) for key, of in copied]
+        return [key for _, key in sorted(found)]
 
 
 class _Copying:
