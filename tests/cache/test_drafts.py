@@ -19,6 +19,7 @@ from kvferry.cache import replicas
 from kvferry.cache.deciding import rank_slots
 from kvferry.cache.moving import drafts as drafts_module
 from kvferry.cli.main import main
+from kvferry.contract.driver import StepDriver
 from kvferry.contract.spec import DraftSpec
 from kvferry.errors import FaultKind, StoreError, TransferError
 from kvferry.layout.shards import tensor_parallel_shard
@@ -255,6 +256,34 @@ def test_drafts_that_are_not_finite_are_not_stored(make):
     assert_settles(writer)
     assert (writer.observer["put_stored"], writer.observer["saved_drafts"]) == (NUM_CHUNKS, 0)
     assert writer.observer["save_not_finite"] == 0
+
+
+def test_tensors_of_drafts_that_are_not_as_described_cost_their_drafts_alone(make, caplog):
+    writer = make()
+    [rank] = writer.ranks
+    rank.worker.unregister_kv_caches()
+    of_drafts = rank.caches["draft.0.0"]
+    num_blocks, heads, size, content = of_drafts.shape
+    split = of_drafts.new_zeros(2 * num_blocks, heads, size // 2, content)
+    rank.worker.register_kv_caches(rank.caches | {"draft.0.0": split})
+    assert "neither stored nor loaded" in caplog.text
+    writer.run("writer", PROMPT)
+    assert_settles(writer)
+    assert (writer.observer["put_stored"], writer.observer["saved_drafts"]) == (NUM_CHUNKS, 0)
+
+
+def test_a_fault_that_is_not_foreseen_in_drafts_loses_no_chunk(make, monkeypatch):
+    writer = make()
+    [rank] = writer.ranks
+    rank.driver = StepDriver(rank.worker)  # as hosts have it: a fault is logged, and they go on
+
+    def fails(_chunks):
+        raise RuntimeError("not foreseen")
+
+    monkeypatch.setattr(rank.worker._drafts._copies, "gather", fails)
+    writer.run("writer", PROMPT)
+    assert_settles(writer)
+    assert (writer.observer["put_stored"], writer.observer["saved_drafts"]) == (NUM_CHUNKS, 0)
 
 
 def test_a_drafter_as_large_as_the_model_is_left_out(make, caplog):

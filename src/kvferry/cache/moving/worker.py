@@ -397,8 +397,17 @@ class CacheWorker(WorkerRole):
                 self.io.busy_until(save.chunk.slot, self._copies.slots_written())
             self._put_off([*waiting, *left])
             # Only after all copies: hashing and writing take memory bandwidth from them.
-            stored = [save for save, _ in copied if save.compare_with is None]
-            drafts = {} if self._drafts is None else self._drafts.gather(stored)
+            self._take_over(copied)
+
+    def _take_over(self, copied: Iterable[tuple[Save, Gathered]]) -> None:
+        """Have other threads write or compare chunks whose copy to their slots has begun."""
+        drafts: Mapping[int, Gathered] = {}
+        try:
+            if self._drafts is not None:
+                drafts = self._drafts.gather(
+                    [save for save, _ in copied if save.compare_with is None]
+                )
+        finally:  # the chunks are on their way, whatever comes of their drafts
             for save, gathered in copied:
                 if save.compare_with is None:
                     self.io.save(save.chunk, gathered, drafts.get(save.chunk.slot))
