@@ -9,9 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvferry.adapters.vllm.drafts import draft_layers, draft_spec, drafter_digest
+from kvferry.adapters.vllm.drafts import (
+    draft_layers,
+    draft_spec,
+    drafter_digest,
+    views_with_drafts,
+)
 from kvferry.adapters.vllm.layers import layers_of
 from kvferry.adapters.vllm.spec import engine_spec
+from kvferry.errors import LayoutError
 from kvferry.keys import ModelIdentity
 
 from .fakes import (
@@ -126,6 +132,22 @@ def test_what_cannot_be_stored_is_left_out_and_said(make, case, caplog):
     [record] = caplog.records
     assert "draft layers is not stored" in record.getMessage()
     assert why in record.getMessage()
+
+
+@pytest.mark.parametrize("split", [EAGLE, *OWN])
+def test_a_drafter_whose_backend_splits_blocks_stops_no_engine(make, caplog, split):
+    """One of the model's layers does: its hits would be wrong."""
+    config, cache = make(), KVCacheConfig(TOGETHER)
+    layers = layers_of(config, cache, "cuda")
+    drafts = draft_layers(config, cache, layers, "cuda")
+    whole, parts = torch.zeros(8, 2, 4, 8), torch.zeros(16, 2, 2, 8)
+    caches = {name: parts if name == split else whole for name in (*OWN, EAGLE)}
+    if split == EAGLE:
+        assert views_with_drafts(caches, {}, layers, drafts, "BHNC") == caches
+        assert "splits blocks of 4 tokens into blocks of 2" in caplog.text
+    else:
+        with pytest.raises(LayoutError, match="splits blocks"):
+            views_with_drafts(caches, {}, layers, drafts, "BHNC")
 
 
 def test_a_vllm_that_saves_before_its_drafter_runs_stores_no_drafts(make, caplog, monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
-from kvferry.adapters.vllm.drafts import draft_layers, draft_spec
+from kvferry.adapters.vllm.drafts import draft_layers, draft_spec, views_with_drafts
 from kvferry.adapters.vllm.events import EventTranslator
 from kvferry.adapters.vllm.host import (
     Host,
@@ -28,7 +28,7 @@ from kvferry.adapters.vllm.host import (
 from kvferry.adapters.vllm.layers import Layer, refuse_stages_beside_others, stages_of
 from kvferry.adapters.vllm.metrics import NOW
 from kvferry.adapters.vllm.request_identity import ItemIdentities, LoraIdentities
-from kvferry.adapters.vllm.spec import engine_spec, layer_views, spec_of_workers
+from kvferry.adapters.vllm.spec import engine_spec, spec_of_workers
 from kvferry.adapters.vllm.stages import find_layers
 from kvferry.adapters.vllm.states import identity_with_states, served_states
 from kvferry.cache.build import PrefixCache
@@ -334,8 +334,10 @@ class FerryConnector(OneRole):
             return
         modules = self._host_config.compilation_config.static_forward_context
         layout = self._cache.spec.kv_layout
-        layers = [*(self._layers or ()), *self._draft_layers]
-        super().register_kv_caches(layer_views(kv_caches, modules, layers, layout))
+        views = views_with_drafts(
+            kv_caches, modules, self._layers or (), self._draft_layers, layout
+        )
+        super().register_kv_caches(views)
 
     # For the sleep mode of vLLM 0.33 and later: between `unregister_kv_caches` and
     # `restore_kv_caches`, the tensors' memory is not mapped. Their addresses stay the same.

@@ -10,12 +10,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from blake3 import blake3
 
 from kvferry.adapters.vllm.layer_kv import SERVED, kind_of, values_of, whole_blocks_of
@@ -27,9 +28,9 @@ from kvferry.adapters.vllm.layers import (
     specs_of,
     stages_of,
 )
-from kvferry.adapters.vllm.spec import order_in_blocks, sorted_layers
+from kvferry.adapters.vllm.spec import layer_views, order_in_blocks, sorted_layers
 from kvferry.contract.spec import DraftSpec, EngineSpec
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, LayoutError
 from kvferry.identity import weight_files
 from kvferry.keys import relevant_config
 from kvferry.layout.shards import pipeline_shard
@@ -82,6 +83,23 @@ def draft_spec(
         _tell(error)
         return None
     return DraftSpec(drafter=drafter, groups=groups, shard=shard, tables=tables)
+
+
+def views_with_drafts(
+    tensors: Mapping[str, torch.Tensor],
+    modules: Mapping[str, Any],
+    layers: Sequence[Layer],
+    drafts: Sequence[Layer],
+    layout: str,
+) -> dict[str, torch.Tensor]:
+    """Return as `layer_views`, which raises for layers of the model alone: drafts that it does not
+    serve stay as they are, which their registration refuses."""
+    try:
+        return layer_views(tensors, modules, [*layers, *drafts], layout)
+    except LayoutError as error:
+        views = layer_views(tensors, modules, layers, layout)
+        _tell(error)
+        return views
 
 
 def _tell(why: Exception) -> None:
