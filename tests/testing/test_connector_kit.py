@@ -207,12 +207,14 @@ def test_where_blocks_are_never_freed_the_verdict_comes_first_and_the_rest_is_no
 
 def test_once_a_case_has_hung_later_ones_get_less_time():
     target = Target("tests.testing.public_bugs", "NeverFreesBlocks", public_bugs.OPTIONS)
-    with Runner(target, limits=Limits(steps=1_600)) as runner:
+    limits = Limits(steps=300)
+    with Runner(target, limits=limits) as runner:
         found: list[CaseOutcome] = []
         rules = [RULE[case] for case in ("starts", "reuse", "salt")]
         runner.run(rules, lambda _rule, outcome: found.append(outcome), jobs=1)
-        assert runner._limits == Limits().after_a_hang(runner.seconds["starts"])
+        assert runner._limits == limits.after_a_hang(runner.seconds["starts"])
     assert [each.verdict for each in found] == ["right", "hangs", "hangs"]
+    assert Limits(part=60.0).after_a_hang(2.0) == Limits(part=16.0, steps=1_500)
 
 
 def test_what_is_known_to_be_broken_fails_no_run():
