@@ -45,6 +45,8 @@ def drop_nothing(names) -> None:
 class Notices:
     """The notice of a store, read by `erasures` without a thread."""
 
+    is_failing = False
+
     def __init__(self) -> None:
         self.clock, self.text, self.deleted = FakeClock(), None, []
         self.counters = Counters()
@@ -56,6 +58,7 @@ class Notices:
     def delete(self, namespace, key):
         assert namespace == NAMESPACE
         self.deleted.append(key)
+        return not self.is_failing
 
     def add(self, *names: str, at: float = 1.0) -> None:
         self.text = add_to_notice(self.text, names, at)
@@ -96,6 +99,34 @@ def test_what_was_written_before_and_during_it_is_taken_back_and_nothing_else():
     notices.erasures.wrote((OTHER_KEY, [OTHER]))
     assert notices.deleted == [KEY, KEY]
     assert notices.counters["erased_records"] == 2
+
+
+def test_what_could_not_be_deleted_is_tried_again_until_it_is_gone():
+    notices = Notices()
+    notices.is_failing = True
+    notices.erasures.wrote((KEY, [RECORD]))
+    notices.add(name_of_mark(MARK))
+    notices.erasures.look()
+    assert set(notices.deleted) == {KEY}
+    assert len(notices.deleted) > 1
+    notices.is_failing = False
+    notices.erasures.look()
+    num_tried = len(notices.deleted)
+    notices.erasures.look()
+    assert len(notices.deleted) == num_tried
+    assert notices.counters["erased_records"] == 1
+
+
+def test_what_can_never_be_deleted_is_not_tried_for_ever():
+    notices = Notices()
+    notices.is_failing = True
+    notices.erasures.wrote((KEY, [RECORD]))
+    notices.add(name_of_mark(MARK))
+    notices.clock.advance(3600.0)
+    notices.erasures.look()
+    num_tried = len(notices.deleted)
+    notices.erasures.look()
+    assert len(notices.deleted) == num_tried
 
 
 def test_what_was_erased_before_the_start_is_not_heard():

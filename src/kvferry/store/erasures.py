@@ -39,6 +39,9 @@ takes."""
 _CLOCKS_SECONDS = 600.0
 """More than the clocks of machines differ."""
 
+_AGAIN_SECONDS = 600.0
+"""How long what a store could not delete is tried again, at each look."""
+
 _NO_TIME = 1e12
 """Seconds since the epoch that no clock shows."""
 
@@ -101,8 +104,8 @@ class Erasures:
     Args:
         read: reads the notices of the stores that answer now, by store. Blocks on I/O; raises
             nothing.
-        delete: deletes the value of a key in all of them; gets its namespace, too, if its head
-            says one.
+        delete: deletes the value of a key in all of them, and says whether it is gone; gets its
+            namespace, too, if its head says one.
         drop: deletes what has one of these names from the stores that no command reaches.
         clock: monotonic seconds.
         wall: seconds since the epoch.
@@ -111,7 +114,7 @@ class Erasures:
     def __init__(
         self,
         read: Callable[[], Mapping[object, str | None]],
-        delete: Callable[[bytes | None, ChunkKey], object],
+        delete: Callable[[bytes | None, ChunkKey], bool],
         drop: Callable[[Set[str]], object],
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
@@ -127,6 +130,7 @@ class Erasures:
         self._until: dict[str, float] = {}  # by name, how long nothing of it is written
         self._heard: list[str] = []
         self._recent: deque[_Written] = deque(maxlen=_MAX_RECENT)
+        self._left: dict[_Written, float] = {}  # what could not be deleted, and until when to try
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -169,6 +173,9 @@ class Erasures:
         self._known = known
         self._hear(heard)
         self._clear(again.difference(heard))
+        for written, until in list(self._left.items()):
+            if self._clock() > until or self._delete(written.namespace, written.key):
+                self._left.pop(written, None)
 
     def _hear(self, names: Sequence[str]) -> None:
         if not names:
@@ -196,7 +203,8 @@ class Erasures:
 
     def _take_back(self, written: _Written) -> None:
         self._observer.count("erased_records")
-        self._delete(written.namespace, written.key)
+        if not self._delete(written.namespace, written.key) and len(self._left) < _MAX_RECENT:
+            self._left[written] = self._clock() + _AGAIN_SECONDS
 
     def close(self, seconds: float) -> None:
         """Have the thread read the notices once more, and end; a read that hangs is abandoned after
@@ -220,7 +228,7 @@ class Erasures:
         return self._is_erased(names_in(value))
 
     def wrote(self, value: Value) -> None:
-        """Note that a value was written, and delete it if it was erased meanwhile."""
+        """Note that a value was written, or is there, and delete it if it was erased."""
         written = _Written(self._clock(), value[0], _namespace_in(value), names_in(value))
         self._recent.append(written)
         if self._until and self._is_erased(written.names):

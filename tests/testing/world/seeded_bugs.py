@@ -269,7 +269,7 @@ BUGS = (
               '                logging.getLogger("kvferry").warning("copying a value")\n'))),
     Bug("had: a client's own fault is seen nowhere", FAULTS,
         'f"{said} failed", passes=StoreError)', 'f"{said} failed", passes=Exception)'),
-    Bug("had: who ran uncached, and ends while it waits, keeps its pins", SCHEDULER,
+    Bug("had: a request that ran uncached, and ends while it waits, keeps its pins", SCHEDULER,
         "            if request is not None:\n                request.give_back()",
         "            if request is not None and request.uncached is None:\n"
         "                request.give_back()"),
@@ -294,15 +294,15 @@ BUGS = (
               "        self._learn(search, before, late)\n"
               "        search.state = Settled(hit, before)\n"),
          Edit("cache/deciding/owners.py", "            reclaim(role.pool, role.holds())\n", ""))),
-    Bug("had: nobody is told why a cache is off", SCHEDULER,
+    Bug("had: clients do not learn why a cache is off", SCHEDULER,
         "            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING, self._state.why)",
         "            miss = Miss(self._state.miss or LookupMiss.NOT_LOADING)"),
     Bug("had: a second plan is blamed on the worker", "contract/guard_scheduler.py",
         "            return self._promises.repeat(self._empty_plan)",
         "            return self._promises.repeat(Plan())"),
-    Bug("had: who outlives a reset is not told what it got", REQUEST,
+    Bug("had: a request that outlives a reset does not learn what it got", REQUEST,
         "        self.uncached = self.uncached or self.answer\n", ""),
-    Bug("had: who waits again after a reset is not told what it got", REQUESTS,
+    Bug("had: a request that waits again after a reset does not learn what it got", REQUESTS,
         "time.time(), self.at_work, uncached=uncached)", "time.time(), self.at_work)"),
 )  # fmt: skip
 

@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 
 from kvferry.testing.world.__main__ import main
-from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.named import SCENARIOS
 from kvferry.testing.world.running import run, worlds
 from kvferry.testing.world.scenario import Action, Scenario
 from kvferry.testing.world.seeds import PLACES, draw
+from kvferry.testing.world.shapes import EngineShape
 from kvferry.testing.world.totals import read_totals
 
 NUM_SEEDS = 64
@@ -38,6 +38,7 @@ FOUND = {
         *(300781, "0,1,2,3,5,6,7,9,10,11,12,13,14,15,16,17,18,19,20,22,23,24"),
     ),
     "a store in memory keeps what was erased": (400499, "5,6,9,13,50,52"),
+    "what a store could not delete in time stays": (210, "0,1,2,3"),
     "a client of an engine that was killed is closed by no one": (400753, "30,31,35"),
 }
 """What worlds have found, in kvferry or in their own rules, and what shows it."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -309,9 +308,8 @@ class Tier:
             self._reading.pop(call, None)
         self._event(Health.answered)
         starts = [buffer for start, buffer in ranges[:1] if start == 0]
-        if size is not None and starts and self._is_erased((key, starts)):
-            with suppress(StoreError):
-                store.delete(key)
+        if size is not None and starts and self.erasures and self._is_erased((key, starts)):
+            self.erasures.wrote((key, starts))
             return None
         return size
 

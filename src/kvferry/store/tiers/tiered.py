@@ -380,10 +380,17 @@ def _notices(tiers: Iterable[Tier]) -> dict[object, str | None]:
     return found
 
 
-def _delete(tiers: Iterable[Tier], namespace: bytes | None, key: ChunkKey) -> None:
+def _delete(tiers: Iterable[Tier], namespace: bytes | None, key: ChunkKey) -> bool:
+    """Whether the value is gone, in all tiers that are up."""
+    are_gone = True
     for tier in tiers:
+        is_gone = tier.up is None or tier.is_peer
         with suppress(StoreError), tier.faults.guard("delete", passes=StoreError):
-            tier.in_namespace(namespace).delete(key)
+            view = tier.in_namespace(namespace)
+            until = tier.clock() + tier.patience.trial_seconds
+            is_gone = view.delete(key) or is_gone or view.ask(key, (), until) is None
+        are_gone &= is_gone
+    return are_gone
 
 
 def _drop(tiers: Iterable[Tier], names: Set[str]) -> None:

@@ -5,6 +5,8 @@ thread and in virtual time. A failure is replayed by one line (docs/world.md).
     threads.py  what stands in for threads, clocks and queues: the seam to kvferry
     media.py    servers that are dicts, links between peers, and their faults
     kv.py       KV that checks itself
+    shapes.py   how hosts and engines are set up
+    requests.py requests of a host, and its steps
     host.py     the simulated host: schedules requests over that KV
     engine.py   an engine: the cache as hosts open it, over such a host
     scenario.py what a scenario is

@@ -6,107 +6,28 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.contract.spec import EngineSpec, Mode
-from kvferry.keys import UNREAD, ModelIdentity, salt_mark
-from kvferry.layout.shards import tensor_parallel_shard
+from kvferry.keys import salt_mark
 from kvferry.observe import Counters
-from kvferry.store.kinds import is_peer
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.pools import check_pool
-from kvferry.testing.world.host import Host, HostRequest, HostShape, Scheduled
+from kvferry.testing.world.host import Host
 from kvferry.testing.world.kv import Content, RankKV
 from kvferry.testing.world.loop import Loop, Task, Wrong
 from kvferry.testing.world.moments import MOMENTS
+from kvferry.testing.world.requests import HostRequest, Scheduled
+from kvferry.testing.world.shapes import EngineShape
 from kvferry.testing.world.threads import Event
 from kvferry.testing.world.truth import Truth
-from kvferry.types import ChunkKey, KVGroup, TablePart
+from kvferry.types import ChunkKey
 
 CLOSE_SECONDS = 60.0
 """How long an engine may take to close, whatever hangs."""
-
-NEAR = "memory://near"
-"""How the URL of a tier in an engine's own memory begins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShape:
-    """An engine, and the cache as its operator set it up.
-
-    Attributes:
-        tiers: URLs of its stores, nearest first.
-        options: other options of the cache, but for the slots.
-        num_slots: chunks that host memory holds.
-        num_groups: KV groups of the model: engines that differ in this share nothing.
-        late_weights: so many seconds after its start the weights are hashed; 0: before it.
-        names_weights: whether a file names the weights that run, so that a reset need not end the
-            use of what is stored.
-        strict: whether whatever a hook raises ends the scenario, as it should unless it is part of
-            that.
-    """
-
-    name: str
-    tiers: tuple[str, ...]
-    host: HostShape = HostShape()  # noqa: RUF009 - frozen
-    options: Mapping[str, Any] = field(default_factory=dict)
-    num_slots: int = 24
-    world_size: int = 1
-    num_groups: int = 1
-    chunk_tokens: int = 8
-    mode: Mode = Mode.BOTH
-    recomputes: bool = False
-    strict: bool = True
-    names_weights: bool = False
-    late_weights: float = 0.0
-
-    @property
-    def hears_of_erasures(self) -> bool:
-        """Whether it has a store with a notice. An engine with peers alone keeps what it holds."""
-        return any(not (is_peer(url) or url.startswith(NEAR)) for url in self.tiers)
-
-    @property
-    def groups(self) -> tuple[KVGroup, ...]:
-        return tuple(
-            KVGroup(
-                num_layers=2 - index,
-                num_kv_heads=2,
-                content_size=4 * (index + 1),
-                dtype="float32",
-                block_size=self.host.block_size,
-            )
-            for index in range(self.num_groups)
-        )
-
-    def spec(self, rank: int, weights: int) -> EngineSpec:
-        parts = tuple(
-            TablePart(
-                table=0,
-                group=index,
-                layers=tuple(range(group.num_layers)),
-                layer_names=tuple(f"{index}.{layer}" for layer in range(group.num_layers)),
-                block_size=self.host.block_size,
-            )
-            for index, group in enumerate(self.groups)
-        )
-        return EngineSpec(
-            identity=ModelIdentity(
-                weights=UNREAD if self.late_weights else weights.to_bytes(32),
-                config={"model_type": "simulated"},
-            ),
-            groups=self.groups,
-            shard=tensor_parallel_shard(self.groups, rank, self.world_size),
-            multi_process=self.world_size > 1,
-            mode=self.mode,
-            step_tokens=self.host.max_tokens,
-            host_recomputes=self.recomputes,
-            tables=parts,
-        )
 
 
 class WorldWatch(Protocol):
@@ -125,7 +46,7 @@ class WorldWatch(Protocol):
     def weights_file(self, engine: str) -> str: ...
 
 
-class Ambush(NamedTuple):
+class Planned(NamedTuple):
     """Something that is to happen to an engine at the first of such moments."""
 
     moment: str
@@ -140,8 +61,8 @@ class Engine:
         weights: number of the weights that it runs; a change in place is another number.
         watch: hears what its host computes and loads.
         host: None until the cache is open.
-        is_ending: whether it was told to close.
-        off: why it was told to load and save nothing more; empty if it was not.
+        is_ending: whether it is to close.
+        off: why it loads and saves nothing more; empty if it does.
     """
 
     def __init__(
@@ -161,7 +82,7 @@ class Engine:
         self._namespaces: set[bytes] = set()
         self._checked_values: dict[ChunkKey, bytes] = {}
         self._checked: dict[int, object] = {}  # slots whose chunk was compared, by place
-        self._ambushes: list[Ambush] = []
+        self._planned: list[Planned] = []
         self._inbox: deque[Callable[[Host], object]] = deque()
         self._woken = Event(loop)
         self.is_ending = False
@@ -208,11 +129,11 @@ class Engine:
 
     def upon(self, moment: str, seconds: float, do: Callable[[], object]) -> None:
         """Have something done between two steps, at the first moment of a kind within a time."""
-        self._ambushes.append(Ambush(moment, self.loop.now + seconds, do))
+        self._planned.append(Planned(moment, self.loop.now + seconds, do))
         self._woken.set()
 
     def await_no_moment(self) -> None:
-        self._ambushes.clear()
+        self._planned.clear()
 
     def forget(self) -> None:
         """Other prompts have taken the place of all that the host and its memory held."""
@@ -246,8 +167,8 @@ class Engine:
         self.tell(begin)
 
     def break_at(self, place: str, number: int) -> None:
-        """The call with this number from now on, of a part of the scheduler role, raises what
-        nobody foresaw."""
+        """The call with this number from now on, of a part of the scheduler role, raises an
+        unforeseen error."""
 
         def begin(host: Host) -> None:
             host.is_broken = True
@@ -299,8 +220,8 @@ class Engine:
         while not self.is_ending:
             while self._inbox:
                 self._inbox.popleft()(host)
-            if self._ambushes:
-                self._spring()
+            if self._planned:
+                self._do_planned()
             if host.has_work:
                 host.step()
             else:
@@ -311,14 +232,14 @@ class Engine:
             host.abort(request)
         self._close()
 
-    def _spring(self) -> None:
+    def _do_planned(self) -> None:
         """Do what is to be done at this moment."""
-        for ambush in list(self._ambushes):
-            if ambush.until < self.loop.now:
-                self._ambushes.remove(ambush)
-            elif MOMENTS[ambush.moment](self):
-                self._ambushes.remove(ambush)
-                ambush.do()
+        for planned in list(self._planned):
+            if planned.until < self.loop.now:
+                self._planned.remove(planned)
+            elif MOMENTS[planned.moment](self):
+                self._planned.remove(planned)
+                planned.do()
                 self.loop.pause()  # it may have been killed
 
     def _open(self) -> None:
@@ -463,7 +384,7 @@ class Engine:
             raise Wrong("ledger", f"of {self.name}, counted and true: {wrong}")
 
     def _check_rest(self) -> None:
-        """What holds once nothing is to be done: nobody has a pin."""
+        """What holds once nothing is to be done: no pin is left."""
         assert self.host is not None
         num_pins = 0 if self.has_lost_plan else self.scheduler.pool.num_pins
         if num_pins:

@@ -7,27 +7,22 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.handover import STAMP
-from kvferry.contract.messages import Plan, WorkerOutput
+from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.engine.block_pool import BlockPool
-from kvferry.keys import ChunkKeys
-from kvferry.testing.world.kv import TAINT, RankKV, Right, RightKV, WrongToken, extend_seeds
+from kvferry.testing.world.kv import TAINT, RankKV, Right, WrongToken, extend_seeds
 from kvferry.testing.world.loop import Loop, Wrong
+from kvferry.testing.world.requests import HostRequest, HostStep, Scheduled
+from kvferry.testing.world.shapes import HostShape
 from kvferry.types import (
-    DEFAULT_OPTIONS,
-    NO_EXTRA_KEYS,
-    BlockTable,
     ChunkKey,
-    ExtraKeys,
-    Handover,
-    RequestOptions,
 )
 
 IDLE_SECONDS = 0.005
@@ -38,126 +33,6 @@ IDLE_GROWTH = 2.0
 HASH_SECONDS = 1.0
 """NaN shows while a chunk is hashed. Until then, memory may offer it, as a prefix cache does
 (docs/identity.md)."""
-
-UNREAD = ExtraKeys(cacheable=False, reason="adapter", why="being read")
-"""Of a request whose adapter is still being read: nothing says yet what decides its KV."""
-
-
-@dataclass(eq=False)
-class HostRequest:
-    """A request of the host; satisfies `RequestView`.
-
-    Attributes:
-        num_computed_tokens: tokens whose KV is in the blocks once the steps so far have run.
-        turn: how often it lost what was computed; output of an earlier turn does not count.
-        loaded: its blocks that the connector was to fill, by their place.
-        admitted: tokens in all, local ones, and those from the connector, at its first admission.
-        outcome: how it ended: "done", "abort" or "lost"; empty till then.
-        params: what the connector says to the client.
-        extra_keys: as the connector sees them; `UNREAD` until they are known.
-        true_keys: what decides its KV.
-        noted: keys of its chunks that a world knows, and how many of them.
-        read: what its host had copied, and the turn, when a forward found all of its KV right.
-        was_off: why the cache was off when it was first admitted.
-        is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
-        is_tainted: whether it computed on a load that failed, and goes on.
-        on_end: called once it has ended.
-    """
-
-    request_id: str
-    all_token_ids: list[int]
-    max_tokens: int
-    _: KW_ONLY
-    extra_keys: ExtraKeys = NO_EXTRA_KEYS
-    handover: Handover | None = None
-    options: RequestOptions = DEFAULT_OPTIONS
-    num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    turn: int = 0
-    loaded: range = range(0)
-    admitted: tuple[int, int, int] | None = None
-    asks_since: float | None = None
-    is_spoilt: bool = False
-    is_tainted: bool = False
-    outcome: str = ""
-    params: Mapping[str, Any] | None = None
-    noted: tuple[ChunkKeys | None, int] = (None, 0)
-    read: tuple[int, int] | None = None
-    was_off: str = ""
-    on_end: Callable[[], object] = lambda: None
-
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.all_token_ids)
-        self.right = RightKV()
-        self.true_keys = self.extra_keys
-
-    @property
-    def chunk_keys(self) -> Sequence[ChunkKey]:
-        """The keys of its whole chunks, as far as its world knows them."""
-        keys, number = self.noted
-        return () if keys is None else keys.keys[:number]
-
-    def __repr__(self) -> str:
-        return f"<{self.request_id}: {self.num_computed_tokens} of {len(self.all_token_ids)}>"
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A request's part of a step."""
-
-    request: HostRequest
-    num_computed_tokens: int
-    num_scheduled_tokens: int
-    turn: int
-
-    @property
-    def block_ids(self) -> BlockTable:
-        return (self.request.block_ids,)
-
-    @property
-    def stop(self) -> int:
-        return self.num_computed_tokens + self.num_scheduled_tokens
-
-
-@dataclass(slots=True)
-class HostStep:
-    """One step; satisfies `StepView`."""
-
-    finished_request_ids: frozenset[str]
-    preempted_request_ids: set[str]
-    scheduled: list[Scheduled] = field(default_factory=list)
-    plan: Plan = field(default_factory=Plan)
-    output: WorkerOutput | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostShape:
-    """How a host schedules.
-
-    Attributes:
-        late: whether a step is planned before the output of the last one has come.
-        offers_early: whether other requests share blocks as soon as a step is planned that fills
-            them.
-        decode_tokens: how many tokens a request gets at once, as from drafts that are all right.
-        spares_others: whether after a failed load only the requests that loaded are computed again.
-            Others that share their blocks go on with wrong KV, as hosts may.
-    """
-
-    block_size: int = 4
-    num_blocks: int = 96
-    max_tokens: int = 64
-    max_requests: int = 4
-    prefix_caching: bool = True
-    late: bool = False
-    offers_early: bool = False
-    decode_tokens: int = 1
-    tokens_per_second: float = 5000.0
-    spares_others: bool = False
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens can ever run."""
-        return num_tokens <= (self.num_blocks - 1) * self.block_size
 
 
 class Watch(Protocol):
@@ -208,7 +83,7 @@ class Host:
             step and its plan, as no host should.
         num_copies: how often kvferry has copied into its blocks. What was right stays so till then.
         off: why the cache is off; empty if it is not.
-        is_broken: whether some hook has raised what nobody foresaw.
+        is_broken: whether some hook has raised an unforeseen error.
         plans_twice: whether the next step is planned twice, as no host should.
         has_lost_plan: whether it was: what the first plan was to save has slots for good.
     """
@@ -290,7 +165,7 @@ class Host:
         self.loop.sleep(seconds)
         for request in self.requests.values():
             if request.asks_since is not None:
-                request.asks_since += seconds  # nobody asks while it sleeps
+                request.asks_since += seconds  # it asks for nothing while it sleeps
         for driver, kv in self.ranks:
             kv.poison(range(self.shape.num_blocks))
             driver.role.register_kv_caches(kv.tensors)
@@ -322,7 +197,7 @@ class Host:
         if STAMP not in params:
             raise Wrong("explained", f"{request!r} was admitted, and nothing says what it got")
         if request.was_off and request.was_off not in str(params[STAMP]):
-            raise Wrong("explained", f"{request!r} met a cache that is off, and is told {params}")
+            raise Wrong("explained", f"{request!r} met a cache that is off, and gets {params}")
 
     def _check_kv(self, request: HostRequest) -> None:
         if request.is_spoilt or request.is_tainted:
@@ -437,7 +312,7 @@ class Host:
                 self._commit(request, request.num_computed_tokens)
             budget -= num_tokens
         for request in self.waiting:
-            request.asks_since = None  # nobody asks for it meanwhile
+            request.asks_since = None  # the host does not ask for it meanwhile
         self.waiting.extendleft(reversed(asked))
 
     def _admit(self, request: HostRequest, num_local: int, num_external: int) -> None:
@@ -472,7 +347,7 @@ class Host:
             request.asks_since = self.loop.now
         waited = self.loop.now - request.asks_since
         if waited > self.longest_wait * (1 if request.handover is None else 6):
-            raise Wrong("waits too long", f"{request!r} was told to ask again for {waited:.1f} s")
+            raise Wrong("waits too long", f"{request!r} was to ask again for {waited:.1f} s")
 
     def _block_keys(self, request: HostRequest) -> list[ChunkKey]:
         """Names of the content of its whole blocks, but for the one with the last token."""

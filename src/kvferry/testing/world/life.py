@@ -46,7 +46,7 @@ NEVER = {
 
 
 def live(world: World) -> None:
-    """Live a world through. Runs in: its main task. Raises Wrong."""
+    """Run a world to its end. Runs in: its main task. Raises Wrong."""
     _act(world)
     _await_requests(world)
     for engine in world.engines.values():

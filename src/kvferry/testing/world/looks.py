@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from kvferry.contract.spec import Mode
 from kvferry.store.kinds import is_peer
 from kvferry.testing.world.engine import Engine
-from kvferry.testing.world.host import HostRequest
 from kvferry.testing.world.loop import Wrong
 from kvferry.testing.world.media import Medium, key_in
+from kvferry.testing.world.requests import HostRequest
 from kvferry.testing.world.scenario import Ask
 from kvferry.testing.world.world import HEED_SECONDS, World
 from kvferry.types import RequestOptions
@@ -49,7 +49,7 @@ def look_again(world: World) -> None:
 
 
 def _restart_writers(world: World) -> None:
-    """Who never reads takes what it has stored for right, until it starts again."""
+    """An engine that never reads takes what it has stored for right, until it starts again."""
     writes = [each for each in world.engines.values() if each.shape.mode is Mode.WRITE]
     for engine in writes if world.happened["suffer foreign"] else ():
         world.restart(engine.name, 0.5)
@@ -201,7 +201,7 @@ def _check_erased_here(world: World, engine: Engine) -> None:
 
 
 def _check_erased(world: World) -> None:
-    """Nothing that was erased is stored once more, but by who computed it since."""
+    """Nothing that was erased is stored once more, unless it was computed since."""
     before = min(world.loop.now - HEED_SECONDS, world.faults_until)
     for medium in world.media.by_name.values():
         for name in medium.values:

@@ -305,7 +305,7 @@ class PeerLink:
         self._peers.wire.enter(self._owner, deadline, num_bytes)
         desk = self._peers.desks.get(self.port)
         if desk is None or self.is_closed:
-            raise StoreError(FaultKind.AWAY, "nobody answers")
+            raise StoreError(FaultKind.AWAY, "no answer")
         if desk.namespace() != self._namespace:
             raise StoreError(FaultKind.UNUSABLE, "another model is served here")
         self.incarnation = desk.incarnation

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvferry.testing.world.engine import EngineShape
-from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.scenario import Action, Ask, Scenario
+from kvferry.testing.world.shapes import EngineShape, HostShape
 
 _ONE = EngineShape(name="a", tiers=("sim://m0/kv",))
 _NO_CACHE = HostShape(prefix_caching=False)

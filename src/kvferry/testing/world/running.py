@@ -1,4 +1,4 @@
-"""Runs scenarios: puts the seam in place, lives a world through, and says how it went."""
+"""Runs scenarios: puts the seam in place, and returns how each went."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _watched() -> Iterator[_Errors]:
 
 
 def run(scenario: Scenario, seam: Seam) -> Outcome:
-    """Live a scenario through. Needs the block of `worlds` around it."""
+    """Run a scenario. Needs the block of `worlds` around it."""
     loop = seam.loop = Loop(scenario.seed)
     seam.random = random.Random(f"seam {scenario.seed}")
     media, peers = seam.media, seam.peers = Media(loop), Peers(loop, scenario.seed)

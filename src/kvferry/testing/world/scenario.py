@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from kvferry.testing.world.engine import EngineShape
 from kvferry.testing.world.loop import Wrong
+from kvferry.testing.world.shapes import EngineShape
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
 DIRECTORY = "file:///world"
@@ -18,7 +18,7 @@ DIRECTORY = "file:///world"
 
 class Ask(NamedTuple):
     """A prompt: the first tokens of a document, then some of its own; and what goes with it.
-    `unread`: so long nobody knows its extra keys, as while an adapter is read."""
+    `unread`: so many seconds its extra keys are unknown, as while an adapter is read."""
 
     document: int
     length: int

@@ -10,12 +10,11 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.contract.spec import Mode
-from kvferry.testing.world.engine import NEAR, EngineShape
-from kvferry.testing.world.host import HostShape
 from kvferry.testing.world.media import DAMAGE, OFFENCES, OUTAGES
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scenario, without
-from kvferry.testing.world.twists import SHARED_FAILURE, TWISTS, in_vain, lending, twisted
+from kvferry.testing.world.shapes import NEAR, EngineShape, HostShape
+from kvferry.testing.world.twists import LATER_TWISTS, TWISTS, in_vain, lending, twisted
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
 FIRST_PORT = 7000
@@ -29,14 +28,14 @@ LENDING = 0.25
 """The part of scenarios with peers in which one reads what the other needs room for."""
 IN_VAIN = 0.05
 """The part of others with several engines in which what is handed over never comes."""
-SHARED = 0.05
-"""The part of others in which loads fail whose blocks several requests share."""
+LATER = 0.1
+"""The part of others that have such a script and nothing else."""
 FILES = 0.04
 """The part of scenarios with a directory: real files take longest."""
 
 
-class _Mood(NamedTuple):
-    """What is common in a scenario: the less varied its prompts are, the more of them hit."""
+class _Mix(NamedTuple):
+    """What is common in the requests of a scenario: the less varied they are, the more hit."""
 
     documents: int
     salted: float
@@ -88,8 +87,8 @@ def draw(seed: int) -> Scenario:
         engines, actions = lending(more, engines[0], engines[1])
     elif len(engines) > 1 and more.random() < IN_VAIN:
         engines, actions = in_vain(more, engines[0], engines[1])
-    elif more.random() < SHARED:
-        first, actions = twisted(more, engines[0], list(media), SHARED_FAILURE)
+    elif more.random() < LATER:
+        first, actions = twisted(more, engines[0], list(media), more.choice(LATER_TWISTS))
         engines = (first, *engines[1:])
     in_order = tuple(sorted(actions, key=lambda action: action.at))
     return Scenario(seed=seed, engines=engines, media=media, actions=in_order)
@@ -200,7 +199,7 @@ def _actions(
         *(kind for kind in ("forget", "upon") if rng.random() < 0.7),
         *(kind for kind in list(_WEIGHTS)[3:] if rng.random() < 0.35),
     ]
-    mood = _Mood(
+    mix = _Mix(
         rng.choice((1, 2, 4)),
         rng.choice((0.3, 0.6)) if "erase" in kinds else rng.choice((0.0, 0.0, 0.4)),
         rng.choice((0.0, 0.0, 0.3)),
@@ -215,11 +214,11 @@ def _actions(
         what = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
         name = rng.choice(engines).name
         if what in ("reset", "sleep", "preempt") and rng.random() < 0.5:
-            # Who waits for blocks for the second time leaves.
+            # A request that waits for blocks for the second time is aborted.
             made.append(
                 Action(round(at, 3), "upon", (name, "asking once more", 3.0, "abort", (name,)))
             )
-        given = _given(rng, mood, what, name, engines, media)
+        given = _given(rng, mix, what, name, engines, media)
         action = Action(round(at, 3), "fault" if what == "damage" else what, given)
         made += [action] * (rng.choice((1, 1, 1, 2, 3)) if what == "send" else 1)  # a crowd
     return tuple(made)
@@ -227,7 +226,7 @@ def _actions(
 
 def _given(
     rng: random.Random,
-    mood: _Mood,
+    mix: _Mix,
     what: str,
     name: str,
     engines: Sequence[EngineShape],
@@ -235,13 +234,13 @@ def _given(
 ) -> tuple[object, ...]:
     if what == "upon":
         then = rng.choice(_AT_A_MOMENT)
-        given = _given(rng, mood, then, name, engines, media)
+        given = _given(rng, mix, then, name, engines, media)
         moment, seconds = rng.choice(tuple(MOMENTS)), rng.choice((2.0, 20.0))
         return name, moment, seconds, "fault" if then == "damage" else then, given
     if what == "send":
-        return name, _ask(rng, mood)
+        return name, _ask(rng, mix)
     if what == "handover":
-        ask = _ask(rng, mood)._replace(turns=1, unread=None)
+        ask = _ask(rng, mix)._replace(turns=1, unread=None)
         return name, rng.choice(engines).name, ask
     if what in ("fault", "damage"):
         kind = rng.choice(DAMAGE if what == "damage" else OUTAGES)
@@ -266,7 +265,7 @@ def _given(
     return (name,)
 
 
-def _ask(rng: random.Random, mood: _Mood) -> Ask:
+def _ask(rng: random.Random, mix: _Mix) -> Ask:
     length = rng.choice((10, 24, 40, 64, 90))
     options = DEFAULT_OPTIONS
     if rng.random() < 0.2:
@@ -276,21 +275,21 @@ def _ask(rng: random.Random, mood: _Mood) -> Ask:
             max_load_tokens=rng.choice((None, 8, 20)),
             pin=rng.choice((0.0, 0.0, 20.0)),
         )
-    if rng.random() < mood.explained:
+    if rng.random() < mix.explained:
         options = msgspec.structs.replace(options, explain=True)
-    is_shown = rng.random() < mood.shown
+    is_shown = rng.random() < mix.shown
     return Ask(
-        document=rng.randrange(mood.documents),
+        document=rng.randrange(mix.documents),
         length=length,
         tail=rng.choice((1, 3, 20, 40)),
-        salt=rng.choice(SALTS) if rng.random() < mood.salted else None,
-        lora="adapter" if rng.random() < mood.adapted else None,
+        salt=rng.choice(SALTS) if rng.random() < mix.salted else None,
+        lora="adapter" if rng.random() < mix.adapted else None,
         image=(rng.randrange(2), rng.choice((6, length - 2))) if is_shown else None,
         max_tokens=rng.choice((1, 2, 5, 20)),
         options=options,
         turns=rng.choice((1, 1, 1, 2, 3)),
-        abort_after=round(rng.random() ** 2, 3) if rng.random() < mood.aborted else None,
-        unread=round(rng.random() ** 2, 3) if rng.random() < mood.unread else None,
+        abort_after=round(rng.random() ** 2, 3) if rng.random() < mix.aborted else None,
+        unread=round(rng.random() ** 2, 3) if rng.random() < mix.unread else None,
     )
 
 

@@ -2,8 +2,8 @@
 
 `in_world` is the seam between kvferry and a world: it puts these in the place of `threading`,
 `time` and `queue`, and of what reaches other processes, in all modules of kvferry. So nothing in
-the cache knows of it and no step pays for it, and whoever begins to use a thread or a clock
-tomorrow is in the world without doing anything. A thread of a test that is not the world's gets the
+the cache knows of it and no step pays for it, and code that begins to use a thread or a clock
+tomorrow is in the world without a change. A thread of a test that is not the world's gets the
 real ones.
 """
 

@@ -1,5 +1,6 @@
-"""What a world knows of all chunks: which content each key stands for, who computed it last, and
-what was erased. So every value that is stored, and every chunk in memory, can be compared at once.
+"""What a world knows of all chunks: which content each key stands for, when it was computed last,
+and what was erased. So every value that is stored, and every chunk in memory, can be compared at
+once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Truth:
         return self._payloads[key]
 
     def is_erased(self, key: ChunkKey, before: float) -> bool:
-        """Whether a chunk was erased before that time, and nobody has computed it since."""
+        """Whether a chunk was erased before that time, and not computed since."""
         known = self._contents.get(key)
         erased_at = None if known is None else self.erased.get(known[1])
         if known is None or erased_at is None or erased_at > before:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvferry.contract.spec import Mode
-from kvferry.testing.world.engine import NEAR, EngineShape
 from kvferry.testing.world.scenario import Action, Ask
+from kvferry.testing.world.shapes import NEAR, EngineShape
 
 Script = list[tuple[float, str, tuple[Any, ...]]]
 """Actions with their times, and what they are given."""
@@ -22,7 +22,7 @@ def _draw_ask(rng: random.Random) -> Ask:
 
 
 def _uncached(rng: random.Random, name: str, _media: Sequence[str]) -> Script:
-    """Whose adapter is read while it runs is preempted, waits with pins, and leaves."""
+    """A request whose adapter is read as it runs is preempted, waits with pins, and is aborted."""
     ask = _draw_ask(rng)
     return [
         (0.0, "send", (name, ask)),
@@ -85,6 +85,15 @@ def _shared_failure(rng: random.Random, name: str, _media: Sequence[str]) -> Scr
     return script
 
 
+def _slow_erasure(rng: random.Random, name: str, media: Sequence[str]) -> Script:
+    """Writes wait for a slow server while what they write is erased."""
+    script: Script = [(0.0, "fault", (medium, "slow", 40.0, "")) for medium in media]
+    for number in range(2):
+        ask = Ask(number, 64, tail=0, salt="salt", max_tokens=1)
+        script.append((0.1, "send", (name, ask)))
+    return [*script, (rng.choice((3.0, 5.0)), "erase", ("salt",))]
+
+
 class Twist(NamedTuple):
     """A script, and how it sets up its engine."""
 
@@ -114,7 +123,11 @@ _SHARING = {
     "max_requests": 4,
 }
 
-SHARED_FAILURE = Twist(_shared_failure, host=_SHARING, options={"audit": "off"})
+LATER_TWISTS = (
+    Twist(_shared_failure, host=_SHARING, options={"audit": "off"}),
+    Twist(_slow_erasure, shape={"num_slots": 24, "late_weights": 0.0}, options={"io_threads": 1}),
+)
+"""Apart from the others, so that what was drawn before stays as it is."""
 
 
 def twisted(

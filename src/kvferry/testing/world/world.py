@@ -17,10 +17,11 @@ from kvferry.store.erasures import add_to_notice, name_of_mark, names_in
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
-from kvferry.testing.world.host import UNREAD, Host, HostRequest, Scheduled
+from kvferry.testing.world.host import Host
 from kvferry.testing.world.loop import START, Loop, Wrong
 from kvferry.testing.world.media import FAULTS, OFFENCES, Media, Medium, Peers, forget
 from kvferry.testing.world.moments import MOMENTS
+from kvferry.testing.world.requests import UNREAD, HostRequest, Scheduled
 from kvferry.testing.world.scenario import DIRECTORY, Ask, Scenario
 from kvferry.testing.world.truth import Truth
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
@@ -170,7 +171,7 @@ class World:
                 path.unlink(missing_ok=True)
 
     def kill(self, engine: str, seconds: float) -> None:
-        """An engine dies, and starts again after a while."""
+        """An engine is killed, and starts again after a while."""
         running = self._running(engine)
         if running is None:
             return
@@ -219,15 +220,18 @@ class World:
             running.host.num_glitches += 1
 
     def break_at(self, engine: str, place: str, number: int) -> None:
-        """A part of the scheduler role raises what nobody foresaw, once. Needs engines that are not
+        """A part of the scheduler role raises an unforeseen error, once. Needs engines that are not
         strict."""
         if (running := self._running(engine)) is not None and not running.shape.strict:
             running.break_at(place, number)
 
     def plan_twice(self, engine: str) -> None:
-        """The host builds a second plan for a step. Needs engines that are not strict."""
+        """The host builds a second plan for a step. Needs engines that are not strict, and a host
+        that is checked."""
         running = self._running(engine)
-        if running is not None and running.host is not None and not running.shape.strict:
+        if running is None or running.host is None:
+            return
+        if not (running.shape.strict or running.shape.host.spares_others):
             running.host.plans_twice = True
 
     def switch_off(self, engine: str) -> None:
@@ -345,7 +349,7 @@ class World:
         self.truth.computed.update(dict.fromkeys(seeds, self.loop.now))
 
     def loaded(self, engine: Engine, request: HostRequest, start: int, stop: int) -> None:
-        """Whoever loads what was erased must have found it computed again."""
+        """What was erased is loaded only once it was computed again."""
         keys, _ = request.noted
         erased_at = None if keys is None else self.truth.erased.get(keys.mark)
         if erased_at is None:
@@ -372,7 +376,7 @@ class World:
         return self.request(engine, ask, self.tokens_of(ask))
 
     def new_document(self) -> int:
-        """The number of a document that nobody has asked for."""
+        """The number of a document that no request has asked for."""
         self._num_documents += 1
         return 1_000_000 + self._num_documents
 
