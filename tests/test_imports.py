@@ -120,7 +120,7 @@ ONLY_FROM = {
         "v1",
         "engine",
         "adapters",
-        "testing/world/engine.py",
+        "testing/world/shapes.py",
     ],
     # Records between processes, without a word of stores.
     "transfer": ["store/servers/peer.py", "cache", "engine", "adapters", "testing", "cli"],

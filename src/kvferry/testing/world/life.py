@@ -40,9 +40,10 @@ NEVER = {
     "save_not_finite": ("glitch",),
     "load_failed_chunks": ("break_load", "break_at", "glitch", "reset_within"),
     "save_failed": (*_OUTAGES, "erase"),
-    "store_probe_failed": (*_OUTAGES, "reset", "reset_within", "sleep"),  # a peer refuses others
+    "store_probe_failed": (*_OUTAGES, *_DAMAGE, "reset", "reset_within", "sleep"),
 }
-"""Counters that stay at 0, unless one of these things happened."""
+"""Counters that stay at 0, unless one of these things happened. A peer of another epoch refuses
+questions, and none is asked that sent too much that was wrong."""
 
 
 def live(world: World) -> None:
