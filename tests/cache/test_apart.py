@@ -13,7 +13,6 @@ import pytest
 from kvferry.cache import replicas
 from kvferry.cache.build import PrefixCache
 from kvferry.cache.deciding import rank_slots
-from kvferry.cache.deciding.pins import RequestPins
 from kvferry.cache.deciding.scheduler import CacheScheduler
 from kvferry.contract.messages import LookupMiss
 from kvferry.errors import Fault, FaultKind, TransferError
@@ -27,6 +26,7 @@ from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate
 from kvferry.testing.wrappers import WrapperStore
+from kvferry.types import RequestOptions
 from tests.cache.hosts import make_groups
 from tests.store.servers.remote_client import DictClient
 
@@ -666,16 +666,24 @@ def test_the_store_of_the_scheduler_role_knows_shards_by_the_keys_of_chunks(make
     assert len(places.shards()) == 6
 
 
-def test_what_a_request_pins_are_the_shards_of_all_ranks(make_host, places):
-    host = start(make_host, places.directory(2))
-    scheduler = host.scheduler
-    pins = RequestPins(scheduler.context.store, scheduler.saves.shared_writes.ranks, host.observer)
-    store(host)
-    pins.add(keys_of(host), 60.0)
-    pins.close()
-    entries = list(host.parts[0].store.catalogue().scan())
-    assert len(entries) == 10
-    assert all(entry.pinned_until > time.time() for entry in entries)
+@pytest.mark.parametrize("is_stored", [True, False])
+@pytest.mark.parametrize("kind", ["directory", "directories"])
+def test_what_a_request_pins_are_the_shards_of_all_ranks(make_host, places, kind, is_stored):
+    stores = getattr(places, kind)(2)
+    host = start(make_host, stores)
+    if is_stored:
+        store(host)
+    request = host.admitted("kept", PROMPT, options=RequestOptions(pin=3600.0))
+    host.prefill(request)
+    host.finish(request)
+    names = [*shard_keys(host, 0), *shard_keys(host, 1)]
+
+    def pinned() -> set[bytes]:
+        entries = [entry for each in stores for entry in each.catalogue().scan()]
+        return {entry.key for entry in entries if entry.pinned_until > time.time()}
+
+    wait_for(lambda: (host.step([]), pinned() == set(names))[1])
+    assert host.observer["pins_refused"] == 0
 
 
 @pytest.mark.parametrize("split", ["heads", "replicas", "a stage without layers"])

@@ -112,6 +112,8 @@ class CachePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Chunks that requests have used, in the order of their prompts. Each rank that is apart
     touches its shards, as its store may be one of its own, and reads do not show what ranks hold in
     memory."""
+    pins: tuple[tuple[tuple[bytes, ...], float], ...] = ()
+    """Chunks whose shards each rank that is apart pins for a client, and until when."""
 
     def filled_blocks(self) -> frozenset[int]:
         sync = [load for load in self.loads if not load.is_async]

@@ -12,10 +12,11 @@ nothing in between, such as tiers, knows of it, and no store answers for what it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, NewType, Protocol, Self
 
-from kvferry.errors import ConfigError, ContractError, FaultKind, StoreError
+from kvferry.errors import ConfigError, ContractError, Fault, FaultKind, StoreError
 from kvferry.types import ChunkKey
 
 StoredBytes = NewType("StoredBytes", int)
@@ -187,3 +188,17 @@ class Indexed(Catalogue):
                 before that stay pinned.
             StoreError: the store cannot be changed, or the medium failed.
         """
+
+
+def pin_for_client(
+    catalogues: Iterable[Catalogue | Fault], keys: Sequence[ChunkKey], until: float
+) -> bool:
+    """Pin those of `keys` that are there, in each tier that can: see `Indexed.pin`. Whether one
+    can, and clients have not pinned enough there. Never raises."""
+    is_pinned = False
+    for found in catalogues:
+        with suppress(ConfigError, StoreError):
+            if isinstance(found, Indexed):
+                found.pin(keys, until, by_client=True)
+                is_pinned = True
+    return is_pinned

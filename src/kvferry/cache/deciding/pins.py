@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 
 from kvferry.cache.deciding.rank_slots import RankSlots
-from kvferry.errors import ConfigError, StoreError
 from kvferry.observe import Observer
 from kvferry.store.base import Store
-from kvferry.store.catalogue import Indexed
+from kvferry.store.catalogue import pin_for_client
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.types import ChunkKey
 
@@ -21,13 +19,17 @@ MAX_WAITING = 1 << 16
 
 class RequestPins:
     """The pins that requests ask for: they keep the chunks of a prompt from eviction once these are
-    stored, and their shards. `add` and `stored` run in the scheduler thread; a thread of its own
-    does the I/O."""
+    stored. `add` and `stored` run in the scheduler thread; a thread of its own does the I/O.
+
+    Attributes:
+        orders: what the next plan has ranks that are apart pin of their shards; it clears them.
+    """
 
     def __init__(self, store: Store, ranks: RankSlots, observer: Observer) -> None:
         self._store = store
         self._ranks = ranks
         self._observer = observer
+        self.orders: list[tuple[tuple[ChunkKey, ...], float]] = []
         self._waiting: OrderedDict[ChunkKey, float] = OrderedDict()
         self._thread = IOPool(1, "kvferry-pin")
 
@@ -48,16 +50,11 @@ class RequestPins:
         def pin(_job: Job[None]) -> None:
             if time.time() >= until:
                 return
-            is_pinned = False
-            for found in self._store.catalogues():
-                # A tier cannot be changed, or clients have pinned enough there.
-                with suppress(ConfigError, StoreError):
-                    if isinstance(found, Indexed):
-                        found.pin(self._ranks.names_of(keys), until, by_client=True)
-                        is_pinned = True
-            if not is_pinned:
+            if not pin_for_client(self._store.catalogues(), keys, until):
                 self._observer.count("pins_refused")
 
+        if self._ranks.are_apart:
+            self.orders.append((tuple(keys), until))
         self._thread.submit(pin)
 
     def close(self) -> None:

@@ -363,8 +363,9 @@ class CacheScheduler(SchedulerRole):
         timed = self.policy.begin_step(step.scheduled, loads=bool(loads))
         self.requests.planned()
         audits = self.audits
-        touches, orders = self._touches, self.saves.shared_writes.orders
-        has_orders = audits.has_unchecked or audits.discards or orders or touches
+        touches, pins = self._touches, self.saves.pins.orders
+        orders = self.saves.shared_writes.orders
+        has_orders = audits.has_unchecked or audits.discards or orders or touches or pins
         if not (loads or saves or has_orders or timed or self.pool.has_work):
             return EMPTY_PLAN
         number, first = next(self._plan_numbers), self.identity.first
@@ -388,10 +389,12 @@ class CacheScheduler(SchedulerRole):
             writes=tuple(orders),
             discards=tuple(discards),
             touches=tuple(touches),
+            pins=tuple(pins),
         )
         orders.clear()
         discards.clear()
         touches.clear()
+        pins.clear()
         return plan
 
     def _find_running(self, step: StepView) -> list[tuple[ScheduledRequest, Request]]:

@@ -29,6 +29,7 @@ from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema
 from kvferry.record.shards import shard_text
 from kvferry.store.base import UNWRITTEN, PutResult
+from kvferry.store.catalogue import pin_for_client
 from kvferry.store.io_pool import IOPool, Job
 from kvferry.store.recordio import RecordRead, read_record, seal_record, write_sealed
 from kvferry.types import ChunkKey
@@ -339,16 +340,22 @@ class SlotIO:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Touch this rank's shards of some chunks. Never blocks."""
+        self.pool.submit(lambda _job: self._store.touch(self._shards_of(*keys)), can_wait=True)
 
-        def touch(_job: Job[None]) -> None:
-            self._store.touch([name for key in keys for name in self._shards_of(ChunkKey(key))])
+    def pin(self, keys: Sequence[bytes], until: float) -> None:
+        """Pin this rank's shards of some chunks for a client. Never blocks."""
 
-        self.pool.submit(touch, can_wait=True)
+        def pin(_job: Job[None]) -> None:
+            if not pin_for_client(self._store.catalogues(), self._shards_of(*keys), until):
+                self._observer.count("pins_refused")
 
-    def _shards_of(self, key: ChunkKey) -> list[ChunkKey]:
-        """Return the names that this rank's shard of a record may have: a key does not say of which
-        part it is."""
-        return [each.of(key) for each in dict.fromkeys(self._names.values())]
+        self.pool.submit(pin, can_wait=True)
+
+    def _shards_of(self, *keys: bytes) -> list[ChunkKey]:
+        """Return the names that this rank's shards of some records may have: a key does not say of
+        which part it is."""
+        names = dict.fromkeys(self._names.values())
+        return [each.of(ChunkKey(key)) for key in keys for each in names]
 
     # -- reports --------------------------------------------------------------------------------
 

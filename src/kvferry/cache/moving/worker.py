@@ -217,6 +217,8 @@ class CacheWorker(WorkerRole):
             self.io.discard(ChunkKey(key), why, namespace)
         if plan.touches:
             self.io.touch(plan.touches)
+        for keys, until in plan.pins:
+            self.io.pin(keys, until)
 
     def _write_shard(self, chunk: SlotChunk) -> None:
         if self._replicas.loads_only:  # the first rank that holds the same writes it
