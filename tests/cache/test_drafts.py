@@ -129,6 +129,20 @@ def test_drafts_come_back_with_the_hit_of_another_engine(make, world_size):
     assert reader.observer["lacking_drafts"] == 0
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_of_a_long_prompt_all_drafts_are_stored_while_there_is_room(make, monkeypatch, has_room):
+    """Several ranks hash chunks faster than a store takes drafts."""
+    if not has_room:
+        monkeypatch.setattr(drafts_module, "MAX_WAITING_BYTES", 1)
+    writer = make(world_size=2, num_blocks=600)
+    writer.run("writer", range(801))
+    assert_settles(writer)
+    names = ("saved_drafts", "drafts_failed")
+    wait_for(lambda: sum(writer.observer[each] for each in names) == 200)
+    found = [writer.observer[each] for each in names]
+    assert (found == [200, 0]) is has_room
+
+
 def test_a_hit_from_memory_has_its_drafts(make):
     writer = stored(make)
     assert read(writer) == (40, 0)

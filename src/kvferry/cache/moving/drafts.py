@@ -44,9 +44,10 @@ MOST_SECONDS = 0.4
 PAUSE_SECONDS = 5.0
 """How long none are read after one that was late: each holds up a read of chunks."""
 
-MAX_WAITING = 16
-"""Most records that wait to be written out of memory of their own, where the slot may be assigned
-again before."""
+MAX_WAITING_BYTES = 256 << 20
+"""Most bytes of drafts that wait to be written out of memory of their own, where the slot may be
+assigned again before: of a step's chunks, whose hashing is faster than their writes. What finds no
+room is not stored, and with its chunk stored, never will be."""
 
 
 class Drafts:
@@ -80,7 +81,7 @@ class Drafts:
         self._keys = ShardKeys(rows.own.shard, rows.own.drafter)
         self._copies: BlockCopies | None = None  # None: they cannot be copied
         self._paused_until = 0.0
-        self.waiting = threading.Semaphore(MAX_WAITING)
+        self.waiting = threading.Semaphore(max(1, MAX_WAITING_BYTES // rows.rows.slot_bytes))
 
     # -- the engine's thread --------------------------------------------------------------------
 
@@ -162,8 +163,12 @@ class Drafts:
             else:
                 yield chunk.key, ChunkCopy(self._rows.memory(slot), runs, chunk.first_token)
 
-    def _note(self, what: str, error: Exception) -> None:
+    def count_failed(self) -> None:
+        """Count drafts that were neither copied nor stored."""
         self._observer.count("drafts_failed")
+
+    def _note(self, what: str, error: Exception) -> None:
+        self.count_failed()
         logger.warning("the KV of draft layers was not %s: %s", what, error)
 
     # -- the store ------------------------------------------------------------------------------
@@ -245,7 +250,10 @@ class DraftWrite(NamedTuple):
         """Hash them now, and write them out of memory of their own, unless too much waits."""
         parts = self.drafts.sealed(self.own, self.chunk, self.gathered)
         waiting = self.drafts.waiting
-        if parts is None or not waiting.acquire(blocking=False):
+        if parts is None:
+            return
+        if not waiting.acquire(blocking=False):
+            self.drafts.count_failed()
             return
         copied = [parts[0], memoryview(bytes(parts[1]))]
 
