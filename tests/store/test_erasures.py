@@ -55,10 +55,11 @@ class Notices:
         )
         self.erasures.look()
 
-    def delete(self, namespace, key):
+    def delete(self, namespace, key, stores):
         assert namespace == NAMESPACE
+        assert stores in (None, [0])
         self.deleted.append(key)
-        return not self.is_failing
+        return [0] if self.is_failing else []
 
     def add(self, *names: str, at: float = 1.0) -> None:
         self.text = add_to_notice(self.text, names, at)

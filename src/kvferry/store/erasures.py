@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from kvferry.observe import Observer
@@ -40,7 +40,7 @@ _CLOCKS_SECONDS = 600.0
 """More than the clocks of machines differ."""
 
 _AGAIN_SECONDS = 600.0
-"""How long what a store could not delete is tried again, at each look."""
+"""How long after its write what a store could not delete is tried again, at each look."""
 
 _NO_TIME = 1e12
 """Seconds since the epoch that no clock shows."""
@@ -91,6 +91,9 @@ def add_to_notice(text: str | None, names: Iterable[str], at: float) -> str:
     return json.dumps(dict(newest))
 
 
+Stores = Collection[object]
+
+
 class _Written(NamedTuple):
     at: float
     key: ChunkKey
@@ -104,8 +107,8 @@ class Erasures:
     Args:
         read: reads the notices of the stores that answer now, by store. Blocks on I/O; raises
             nothing.
-        delete: deletes the value of a key in all of them, and says whether it is gone; gets its
-            namespace, too, if its head says one.
+        delete: deletes the value of a key in all stores, or in those given, and returns the ones
+            that may still have it; gets its namespace, too, if its head says one.
         drop: deletes what has one of these names from the stores that no command reaches.
         clock: monotonic seconds.
         wall: seconds since the epoch.
@@ -114,7 +117,7 @@ class Erasures:
     def __init__(
         self,
         read: Callable[[], Mapping[object, str | None]],
-        delete: Callable[[bytes | None, ChunkKey], bool],
+        delete: Callable[[bytes | None, ChunkKey, Stores | None], Stores],
         drop: Callable[[Set[str]], object],
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
@@ -130,7 +133,7 @@ class Erasures:
         self._until: dict[str, float] = {}  # by name, how long nothing of it is written
         self._heard: list[str] = []
         self._recent: deque[_Written] = deque(maxlen=_MAX_RECENT)
-        self._left: dict[_Written, float] = {}  # what could not be deleted, and until when to try
+        self._left: dict[_Written, Stores] = {}  # what could not be deleted, and where
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -173,8 +176,11 @@ class Erasures:
         self._known = known
         self._hear(heard)
         self._clear(again.difference(heard))
-        for written, until in list(self._left.items()):
-            if self._clock() > until or self._delete(written.namespace, written.key):
+        for written, stores in list(self._left.items()):
+            left = self._delete(written.namespace, written.key, stores)
+            if left and self._clock() < written.at + _AGAIN_SECONDS:
+                self._left[written] = left
+            else:
                 self._left.pop(written, None)
 
     def _hear(self, names: Sequence[str]) -> None:
@@ -203,8 +209,9 @@ class Erasures:
 
     def _take_back(self, written: _Written) -> None:
         self._observer.count("erased_records")
-        if not self._delete(written.namespace, written.key) and len(self._left) < _MAX_RECENT:
-            self._left[written] = self._clock() + _AGAIN_SECONDS
+        left = self._delete(written.namespace, written.key, None)
+        if left and len(self._left) < _MAX_RECENT:
+            self._left[written] = left
 
     def close(self, seconds: float) -> None:
         """Have the thread read the notices once more, and end; a read that hangs is abandoned after

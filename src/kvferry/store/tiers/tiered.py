@@ -13,9 +13,10 @@ import copy
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import partial
+from typing import cast
 
 from kvferry.errors import Fault, FaultKind, StoreError, StorePlaceError
 from kvferry.observe import Observer
@@ -39,7 +40,7 @@ from kvferry.store.base import (
     Where,
 )
 from kvferry.store.catalogue import Catalogue
-from kvferry.store.erasures import HEAD_BYTES, Erasures, names_in
+from kvferry.store.erasures import HEAD_BYTES, Erasures, Stores, names_in
 from kvferry.store.io_pool import end_when_dropped
 from kvferry.store.kinds import ends_with_process, is_peer, is_private
 from kvferry.store.tiers.health import Patience
@@ -380,17 +381,23 @@ def _notices(tiers: Iterable[Tier]) -> dict[object, str | None]:
     return found
 
 
-def _delete(tiers: Iterable[Tier], namespace: bytes | None, key: ChunkKey) -> bool:
-    """Whether the value is gone, in all tiers that are up."""
-    are_gone = True
-    for tier in tiers:
-        is_gone = tier.up is None or tier.is_peer
+def _delete(
+    tiers: Iterable[Tier], namespace: bytes | None, key: ChunkKey, given: Stores | None
+) -> Stores:
+    """Delete a value from the tiers, or from those given. Return the ones that may still have it:
+    they failed, or are away."""
+    left: list[Tier] = []
+    for tier in tiers if given is None else cast("Collection[Tier]", given):
+        if tier.store is None:  # it has nothing of this process
+            continue
+        is_gone = tier.is_peer
         with suppress(StoreError), tier.faults.guard("delete", passes=StoreError):
-            view = tier.in_namespace(namespace)
-            until = tier.clock() + tier.patience.trial_seconds
-            is_gone = view.delete(key) or is_gone or view.ask(key, (), until) is None
-        are_gone &= is_gone
-    return are_gone
+            if (view := tier.in_namespace(namespace)).up is not None:
+                until = tier.clock() + tier.patience.trial_seconds
+                is_gone = view.delete(key) or is_gone or view.ask(key, (), until) is None
+        if not is_gone:
+            left.append(tier)
+    return left
 
 
 def _drop(tiers: Iterable[Tier], names: Set[str]) -> None:

@@ -28,7 +28,7 @@ LENDING = 0.25
 """The part of scenarios with peers in which one reads what the other needs room for."""
 IN_VAIN = 0.05
 """The part of others with several engines in which what is handed over never comes."""
-LATER = 0.1
+LATER = 0.2
 """The part of others that have such a script and nothing else."""
 FILES = 0.04
 """The part of scenarios with a directory: real files take longest."""

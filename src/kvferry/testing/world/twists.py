@@ -94,6 +94,12 @@ def _slow_erasure(rng: random.Random, name: str, media: Sequence[str]) -> Script
     return [*script, (rng.choice((3.0, 5.0)), "erase", ("salt",))]
 
 
+def _erasure(rng: random.Random, name: str, _media: Sequence[str]) -> Script:
+    """What is erased is in a store in memory, and was written some time before."""
+    ask = Ask(0, rng.choice((40, 64)), tail=0, salt="salt", max_tokens=1)
+    return [(0.0, "send", (name, ask)), (rng.choice((6.0, 90.0)), "erase", ("salt",))]
+
+
 class Twist(NamedTuple):
     """A script, and how it sets up its engine."""
 
@@ -125,6 +131,10 @@ _SHARING = {
 
 LATER_TWISTS = (
     Twist(_shared_failure, host=_SHARING, options={"audit": "off"}),
+    Twist(
+        _erasure,
+        shape={"tiers": (f"{NEAR}?max_bytes=81920", "sim://m0/kv"), "world_size": 1},
+    ),
     Twist(_slow_erasure, shape={"num_slots": 24, "late_weights": 0.0}, options={"io_threads": 1}),
 )
 """Apart from the others, so that what was drawn before stays as it is."""
@@ -136,14 +146,15 @@ def twisted(
     """An engine as a script needs it, and the script."""
     at = 1.0 + 3.0 * rng.random()
     made = _timed(at, twist.script(rng, shape.name, media))
-    changed = replace(
-        shape,
-        tiers=tuple(url for url in shape.tiers if not url.startswith(NEAR)) or shape.tiers,
-        host=replace(shape.host, **twist.host),
-        options={**shape.options, **twist.options},
-        **({"mode": Mode.BOTH} | dict(twist.shape)),
-    )
-    return changed, made
+    far = tuple(url for url in shape.tiers if not url.startswith(NEAR))
+    set_up: dict[str, Any] = {
+        "host": replace(shape.host, **twist.host),
+        "options": {**shape.options, **twist.options},
+        "mode": Mode.BOTH,
+        "tiers": far or shape.tiers,
+        **twist.shape,
+    }
+    return replace(shape, **set_up), made
 
 
 def in_vain(
