@@ -319,6 +319,32 @@ class Broken(FileStore):
         return super().delete(key)
 
 
+class Slow(FileStore):
+    """A store whose deletions do not end in time, as `RemoteStore` answers then."""
+
+    is_slow = False
+
+    def delete(self, key):
+        return False if self.is_slow else super().delete(key)
+
+
+def test_tiers_try_again_what_a_store_did_not_delete(tmp_path):
+    near, far = Slow(tmp_path / "near"), FileStore(tmp_path / "far")
+    with make_tiers(near, far) as tiers:
+        erasures = tiers._erasures
+        erasures.close(5.0)  # looks are made here
+        erasures.look()
+        tiers._threads[1].start = lambda: True  # nothing is copied
+        assert tiers.put(KEY, [RECORD]).is_there
+        near.is_slow = True
+        near.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
+        erasures.look()
+        assert near.read(KEY, ()) is not None
+        near.is_slow = False
+        erasures.look()
+        assert near.read(KEY, ()) is None
+
+
 def test_a_tier_that_fails_hides_no_notice_of_another(tmp_path):
     near, far = Broken(tmp_path / "near"), FileStore(tmp_path / "far")
     with make_tiers(near, far) as tiers:
