@@ -127,7 +127,7 @@ def test_a_fault_anywhere_in_building_a_plan_leaks_no_slot(
     check_pool(host.pool, role.holds())
 
 
-@pytest.mark.parametrize("hook", ["plan", "begin_step", "start_load", "collect"])
+@pytest.mark.parametrize("hook", ["plan", "_follow_identity", "start_load", "collect"])
 def test_a_step_that_was_planned_before_the_host_heard_of_a_failed_load_saves_nothing(
     make_host, stored, monkeypatch, hook
 ):
@@ -159,6 +159,29 @@ def test_a_step_that_was_planned_before_the_host_heard_of_a_failed_load_saves_no
     assert role.requests.by_id["reader"].saves_blocked
     host.settle()
     assert set(stored.catalogue().scan()) == before
+
+
+@pytest.mark.parametrize("name", ["_follow_identity", "_tell_of_loads", "io.loaded", "io.fetch"])
+def test_a_fault_anywhere_in_beginning_a_step_keeps_no_slot(make_host, stored, monkeypatch, name):
+    """The plan has a load, saves, and a fetch for another request."""
+    host = make_host(store=stored)
+    other = list(range(200, 241))
+    host.run("writer", other)
+    host.settle()
+    role = host.scheduler
+    role.pool.clear()
+    request, waiting = host.admitted("reader", [*PROMPT, *range(50)]), host.add("other", other)
+    while not role.pool.has_work:
+        assert role.lookup(waiting, 0).num_tokens is None
+    *path, last = name.split(".")
+    (rank,) = host.ranks
+    rank.driver = StepDriver(rank.worker)  # that of an engine, which goes on
+    raise_once(monkeypatch, reduce(getattr, path, rank.worker), last)
+    host.step([request], tokens=24)
+    assert host.invalid_block_ids
+    host.settle()
+    assert all(slot.is_idle for slot in slots_of(host.pool).values())
+    assert not role.has_work()
 
 
 def raise_once(patch: pytest.MonkeyPatch, part: Any, name: str) -> None:

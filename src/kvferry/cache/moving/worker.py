@@ -115,6 +115,7 @@ class CacheWorker(WorkerRole):
         self._plan = EMPTY_PLAN
         self._saved = False
         self._to_begin: deque[Fetch] = deque()
+        self._to_write: deque[SlotChunk] = deque()
         self._identity = context.identity
         self._is_warned = False  # of another namespace
         self._state: CacheState | None = None  # the last that was seen
@@ -171,23 +172,24 @@ class CacheWorker(WorkerRole):
     # -- step -----------------------------------------------------------------------------------
 
     def begin_step(self, plan: Plan) -> None:
+        if not isinstance(plan, CachePlan):
+            raise ContractError(f"plan is a {type(plan).__name__}, this worker needs CachePlan")
+        if plan is not EMPTY_PLAN:  # first: after a fault below, `end_step` ends what is left
+            self._plan, self._saved = plan, False
+            self._to_begin.extend(plan.fetches)
+            self._to_write.extend(plan.writes)
         self._follow_identity()
         self._tell_of_loads()
         if plan is EMPTY_PLAN:
             return
-        if not isinstance(plan, CachePlan):
-            raise ContractError(f"plan is a {type(plan).__name__}, this worker needs CachePlan")
-        self._plan = plan
         for load in plan.loads:
             for chunk in load.chunks:
                 self.io.loaded(chunk.slot, plan.number)
         if plan.pool:  # not set in an empty plan that was copied to this process
             self._ended.pool = plan.pool
         self._ended.timed = plan.timed
-        self._saved = False
         if plan.namespace not in (None, self._rows.schema.namespace):
             self._records.switch_namespace(plan.namespace)
-        self._to_begin.extend(plan.fetches)
         for load in plan.unchecked:
             self._take_back(load)
         if plan.are_apart:
@@ -211,8 +213,9 @@ class CacheWorker(WorkerRole):
         """Do what a plan has only ranks do that are on several machines."""
         if not self.io.are_apart:
             self.io.be_apart()
-        for chunk in plan.writes:
-            self._write_shard(chunk)
+        while self._to_write:
+            self._write_shard(self._to_write[0])
+            self._to_write.popleft()
         for key, why, namespace in plan.discards:
             self.io.discard(ChunkKey(key), why, namespace)
         if plan.touches:
@@ -285,10 +288,13 @@ class CacheWorker(WorkerRole):
         if not self._saved:
             # The forward failed: the scheduler role must not go on waiting for these saves.
             self._put_off(self._plan.saves)
-        # Fetches are left only if `begin_step` failed. None was begun; the pool awaits their end.
+        # These are left only if `begin_step` failed. None was begun; the pool awaits their end.
         for fetch in self._to_begin:
             self._ended.filled.append(Filled(fetch.chunk.slot, ReadFault.IO_ERROR))
         self._to_begin.clear()
+        for chunk in self._to_write:
+            self._ended.saved.append(Saved(chunk.slot, PutResult.FAILED))
+        self._to_write.clear()
         if self._plan.loads and self._replicas.loads_only:
             self._loading.append((self._plan.number, self._copies.slots_read()))
         self._plan = EMPTY_PLAN
