@@ -82,7 +82,7 @@ def run(scenario: Scenario, seam: Seam) -> Outcome:
     media, peers = seam.media, seam.peers = Media(loop), Peers(loop, scenario.seed)
     files = ExitStack()
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    directory = files.enter_context(TemporaryDirectory(prefix="kvferry-world-", dir=place))
+    directory = files.enter_context(TemporaryDirectory(prefix="world-", dir=place))
     seam.epoch = float(int(time.time())) if scenario.has_files else EPOCH
     world = seam.world = World(scenario, loop, media, peers, seam.wall, directory)
     failure: Wrong | None = None
