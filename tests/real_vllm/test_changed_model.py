@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.testing.stores.hooks import wait_until
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import (
     DRIVER,
@@ -173,11 +174,16 @@ def test_weights_changed_in_place_without_a_reset_are_noticed_at_the_first_hit(
         change_weights(first, "apply_model", models)
         engine.wait_until_known(stored)
         engine.generate(prompts[:1])
-        engine.generate([make_prompt(40)])  # counts travel with steps
-        counts = engine.metrics()
+        short = [make_prompt(40)]
+
+        def is_noticed() -> bool:  # another thread compares, and counts travel with steps
+            engine.generate(short)
+            counts = engine.metrics()
+            return any(n for name, n in counts.items() if "audit_mismatch" in name)
+
+        wait_until(is_noticed, "the audit of the first hit")
         later = engine.generate(prompts[1:])
         new = engine.generate([make_prompt(300)])
-    assert sum(n for name, n in counts.items() if "audit_mismatch" in name) >= 1
     assert later.external == 0
     assert_same(own[1:], later)
     assert new.external == 0
