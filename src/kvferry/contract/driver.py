@@ -81,7 +81,8 @@ class StepDriver:
             plan: what the scheduler role's guard built for this step.
             finished_request_ids: every request that ended since the last step.
         """
-        self._refuse_while_open()
+        if self._plan is not None:
+            self._refuse()
         # A Ctrl-C may come anywhere, and the next step must find this one ended.
         try:
             self.begin(plan)
@@ -92,18 +93,21 @@ class StepDriver:
             finally:
                 self.finish(finished_request_ids)
         finally:
-            self._end_if_open()
+            if self._plan is not None:
+                self.end()
 
     def no_forward(self, plan: Plan, finished_request_ids: Collection[str]) -> WorkerOutput:
         """Run a step without tokens. It loads, saves and reports, too: an engine that only waits
         for the cache has no others."""
-        self._refuse_while_open()
+        if self._plan is not None:
+            self._refuse()
         try:
             self.begin(plan, has_tokens=False)
             self.start_load()
             return self.finish(finished_request_ids)
         finally:
-            self._end_if_open()
+            if self._plan is not None:
+                self.end()
 
     # The parts of a step, for hosts that cannot wrap the forward in a `with` block.
 
@@ -113,7 +117,8 @@ class StepDriver:
         Raises:
             ContractError: the last step was not ended.
         """
-        self._refuse_while_open()
+        if self._plan is not None:
+            self._refuse()
         self._has_tokens, self.output = has_tokens, EMPTY_OUTPUT
         self._loads_stopped = self._saves_stopped = not self._reports.begin(plan)
         if isinstance(plan, RepairedPlan):
@@ -175,7 +180,8 @@ class StepDriver:
         try:
             return self.collect(finished_request_ids)
         finally:
-            self._end_if_open()
+            if self._plan is not None:
+                self.end()
 
     def collect(self, finished_request_ids: Collection[str]) -> WorkerOutput:
         """Return the report of the step, and keep it as `output`. In a step without tokens, save
@@ -216,16 +222,11 @@ class StepDriver:
         self._loads_stopped = self._saves_stopped = True
         self._faults.run(self.role.end_step, then="the step is over nevertheless")
 
-    def _end_if_open(self) -> None:
-        if self._plan is not None:
-            self.end()
-
-    def _refuse_while_open(self) -> None:
-        if self._plan is not None:
-            raise ContractError(
-                "a step begins while the last one is open: call finish() first, or leave its "
-                "`with` block"
-            )
+    def _refuse(self) -> None:
+        raise ContractError(
+            "a step begins while the last one is open: call finish() first, or leave its `with` "
+            "block"
+        )
 
     @property
     def is_idle(self) -> bool:

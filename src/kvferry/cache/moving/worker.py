@@ -172,16 +172,18 @@ class CacheWorker(WorkerRole):
     # -- step -----------------------------------------------------------------------------------
 
     def begin_step(self, plan: Plan) -> None:
+        if plan is EMPTY_PLAN:
+            self._follow_identity()
+            self._tell_of_loads()
+            return
         if not isinstance(plan, CachePlan):
             raise ContractError(f"plan is a {type(plan).__name__}, this worker needs CachePlan")
-        if plan is not EMPTY_PLAN:  # first: after a fault below, `end_step` ends what is left
-            self._plan, self._saved = plan, False
-            self._to_begin.extend(plan.fetches)
-            self._to_write.extend(plan.writes)
+        # First: after a fault below, `end_step` ends what is left.
+        self._plan, self._saved = plan, False
+        self._to_begin.extend(plan.fetches)
+        self._to_write.extend(plan.writes)
         self._follow_identity()
         self._tell_of_loads()
-        if plan is EMPTY_PLAN:
-            return
         for load in plan.loads:
             for chunk in load.chunks:
                 self.io.loaded(chunk.slot, plan.number)
