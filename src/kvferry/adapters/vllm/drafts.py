@@ -55,7 +55,7 @@ def draft_layers(
     try:
         return _described(vllm_config, kv_cache_config, names, layers, platform)
     except ConfigError as error:
-        _tell(error)
+        _warn(error)
         return []
 
 
@@ -80,7 +80,7 @@ def draft_spec(
             raise ConfigError("ranks that hold the same of the model hold different parts of them")
         drafter = drafter_digest(vllm_config)
     except (ConfigError, OSError) as error:
-        _tell(error)
+        _warn(error)
         return None
     return DraftSpec(drafter=drafter, groups=groups, shard=shard, tables=tables)
 
@@ -98,11 +98,11 @@ def views_with_drafts(
         return layer_views(tensors, modules, [*layers, *drafts], layout)
     except LayoutError as error:
         views = layer_views(tensors, modules, layers, layout)
-        _tell(error)
+        _warn(error)
         return views
 
 
-def _tell(why: Exception) -> None:
+def _warn(why: Exception) -> None:
     logger.warning("the KV of draft layers is not stored, so drafts after a hit are poor: %s", why)
 
 
