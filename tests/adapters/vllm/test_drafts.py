@@ -107,10 +107,10 @@ LEFT_OUT = {
         {}, [Group(OWN, FullAttentionSpec()), Group([EAGLE], FullAttentionSpec())], "block table 1",
     ),
     "a window": (
-        {}, [Group(OWN, SlidingWindowSpec()), Group([EAGLE], SlidingWindowSpec())], "SlidingWindow",
+        {}, [Group(OWN, SlidingWindowSpec()), Group([EAGLE], SlidingWindowSpec())], "block table 1",
     ),
     "a window that the model's table keeps whole": (
-        {}, [Group([*OWN, EAGLE], FullAttentionSpec(sliding_window=8))], "is a FullAttentionSpec",
+        {}, [Group([*OWN, EAGLE], FullAttentionSpec(sliding_window=8))], "a part of",
     ),
     "other ranks": ({"speculative_config__draft_parallel_config": SimpleNamespace(
         tensor_parallel_size=2)}, TOGETHER, "divided over ranks",

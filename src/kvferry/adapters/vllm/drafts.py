@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +18,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from kvferry.adapters.vllm.layer_kv import SERVED, kind_of, values_of, whole_blocks_of
-from kvferry.adapters.vllm.layers import (
-    Layer,
-    draft_names,
-    modules_of,
-    number_of,
-    specs_of,
-    stages_of,
-)
+from kvferry.adapters.vllm.layers import Layer, described, draft_names, stages_of
 from kvferry.adapters.vllm.spec import layer_views, order_in_blocks, sorted_layers
 from kvferry.contract.spec import DraftSpec, EngineSpec
 from kvferry.errors import ConfigError, LayoutError
@@ -53,7 +44,7 @@ def draft_layers(
     if not names:
         return []
     try:
-        return _described(vllm_config, kv_cache_config, names, layers, platform)
+        return _checked(vllm_config, kv_cache_config, names, layers, platform)
     except ConfigError as error:
         _warn(error)
         return []
@@ -106,46 +97,29 @@ def _warn(why: Exception) -> None:
     logger.warning("the KV of draft layers is not stored, so drafts after a hit are poor: %s", why)
 
 
-def _described(
+def _checked(
     vllm_config: Any,
     kv_cache_config: Any,
     names: set[str],
     layers: Sequence[Layer],
     platform: str,
 ) -> list[Layer]:
-    parallel, modules = vllm_config.parallel_config, modules_of(vllm_config)
-    tp, config = parallel.tensor_parallel_size, vllm_config.speculative_config
+    parallel, config = vllm_config.parallel_config, vllm_config.speculative_config
+    tp = parallel.tensor_parallel_size
     drafter_tp = getattr(getattr(config, "draft_parallel_config", None), "tensor_parallel_size", tp)
     if not _saves_after_drafts():
         raise ConfigError("this vLLM ends a step's saves before its drafter runs; use a later one")
     if stages_of(parallel) > 1 or drafter_tp != tp:
         raise ConfigError("the drafter is not divided over ranks as the model is")
     tables = {each.table for each in layers if each.table_window is each.table_chunk is None}
-    found = []
-    for table, group in enumerate(kv_cache_config.kv_cache_groups):
-        for name, spec in specs_of(group):
-            if name not in names:
-                continue
-            kind, number = type(spec).__name__, number_of(name, 0)
-            attends_to = [getattr(spec, each, None) for each in _PARTS]
-            if kind not in SERVED or any(attends_to) or table not in tables:
-                raise ConfigError(f"layer {name} is a {kind} in block table {table}")
-            if whole_blocks_of(spec, modules.get(name), platform, "") is not None:
-                raise ConfigError(f"blocks of layer {name} can only be stored whole")
-            form = kind_of(name, number, spec, config.draft_model_config, tp)
-            values = values_of(spec, vllm_config.cache_config.cache_dtype, platform)
-            found.append(
-                Layer(
-                    name=name,
-                    number=number,
-                    table=table,
-                    block_size=group.kv_cache_spec.block_size,
-                    table_window=None,
-                    table_chunk=None,
-                    kind=replace(form, values=values),
-                    whole_blocks=None,
-                )
-            )
+    found = described(names, config.draft_model_config, vllm_config, kv_cache_config, platform)
+    for layer in found:
+        if layer.table not in tables:
+            raise ConfigError(f"layer {layer.name} is in block table {layer.table}")
+        if not layer.kind.window is layer.kind.chunk is None:
+            raise ConfigError(f"layer {layer.name} attends to a part of the tokens")
+        if layer.whole_blocks is not None:
+            raise ConfigError(f"blocks of layer {layer.name} can only be stored whole")
     return found
 
 
@@ -154,10 +128,6 @@ def _saves_after_drafts() -> bool:
     module = sys.modules.get("vllm.v1.worker.kv_connector_model_runner_mixin")
     runner = getattr(module, "KVConnectorModelRunnerMixin", None)
     return runner is None or hasattr(runner, "finalize_kv_connector")
-
-
-_PARTS = ("sliding_window", "attention_chunk_size")
-"""Fields of specs whose layers attend to a part of the tokens."""
 
 
 def drafter_digest(vllm_config: Any) -> bytes:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 from kvferry.adapters.vllm.kv_specs import KV_SPECS
@@ -107,24 +107,39 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
     Raises:
         ConfigError: a kind of layer that is not served, whether or not the host would transfer it.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    modules = modules_of(vllm_config)
     drafts = draft_names(vllm_config, kv_cache_config)
-    found, place = [], 0
-    rings: dict[str, int] = {}
-    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+    names, rings = set[str](), dict[str, int]()
+    for group in kv_cache_config.kv_cache_groups:
         for name, spec in specs_of(group):
-            number = number_of(name, place)
-            place += 1
             if name in drafts or is_recurrent(spec):
                 continue
             if _is_left_out(spec):
                 unserved_fields(spec, KV_SPECS, f"layer {name}")
                 rings |= {name: int(spec.block_size)} if type(spec).__name__ == _RING else {}
                 continue
-            kind = kind_of(name, number, spec, model, parallel.tensor_parallel_size)
-            values = values_of(spec, vllm_config.cache_config.cache_dtype, platform)
-            order = order_of_heads(kv_cache_config)
+            names.add(name)
+    found = described(names, vllm_config.model_config, vllm_config, kv_cache_config, platform)
+    _check_rings(rings, {layer.block_size for layer in found})
+    return found
+
+
+def described(
+    names: Collection[str], model: Any, vllm_config: Any, kv_cache_config: Any, platform: str
+) -> list[Layer]:
+    """Return the layers of these names as their specs describe them, and `model`, whose they are.
+    Raises ConfigError for a kind of layer that is not served."""
+    modules, order = modules_of(vllm_config), order_of_heads(kv_cache_config)
+    tp, cache_dtype = (
+        vllm_config.parallel_config.tensor_parallel_size,
+        vllm_config.cache_config.cache_dtype,
+    )
+    found, place = [], count()
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name, spec in specs_of(group):
+            number = number_of(name, next(place))
+            if name not in names:
+                continue
+            kind = _attending(kind_of(name, number, spec, model, tp), number, spec, model)
             found.append(
                 Layer(
                     name=name,
@@ -133,11 +148,10 @@ def layers_of(vllm_config: Any, kv_cache_config: Any, platform: str) -> list[Lay
                     block_size=group.kv_cache_spec.block_size,
                     table_window=_table_window(spec),
                     table_chunk=_chunk_of(number, spec, model) if _is_chunked(spec) else None,
-                    kind=replace(_attending(kind, number, spec, model), values=values),
+                    kind=replace(kind, values=values_of(spec, cache_dtype, platform)),
                     whole_blocks=whole_blocks_of(spec, modules.get(name), platform, order),
                 )
             )
-    _check_rings(rings, {layer.block_size for layer in found})
     return found
 
 
