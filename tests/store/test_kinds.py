@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvferry.store.base import Where
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store, parse_store_url
 from kvferry.testing.stores import make_key, read_value
+from kvferry.testing.stores.hooks import wait_until
 from tests.cli.conftest import run
 from tests.cli.test_doctor import found
 
@@ -77,7 +79,10 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Install a package with a module and entry points of our group, by scheme."""
+    """Install a package with a module and entry points of our group, by scheme. The threads of the
+    test end before its packages go: one that then asked for a kind could keep the next test's
+    packages out of the cache, as `functools.cache` stores what was begun before a `cache_clear`."""
+    before = set(threading.enumerate())
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
@@ -95,6 +100,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         kinds._installed.cache_clear()
 
     yield make
+    wait_until(lambda: set(threading.enumerate()) <= before, "the threads of the test end")
     kinds._installed.cache_clear()
     for name in modules:
         sys.modules.pop(name, None)
