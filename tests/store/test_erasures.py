@@ -20,11 +20,16 @@ from kvferry.store.erasures import (
     parse_notice,
 )
 from kvferry.store.file.store import FileStore
+from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
+from kvferry.store.servers.peer import PeerStore
 from kvferry.store.tiers.tier import Unopened
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
+from kvferry.testing.wrappers import WrapperStore
+from kvferry.transfer.auth import SharedKey
+from kvferry.transfer.client import PeerClient
 from kvferry.types import ChunkKey
 from tests.record.samples import KEY, MARK, NAMESPACE, encode, golden, payload_of
 
@@ -126,6 +131,21 @@ def test_what_can_never_be_deleted_is_not_tried_for_ever():
     notices.clock.advance(3600.0)
     notices.erasures.look()
     num_tried = len(notices.deleted)
+    notices.erasures.look()
+    assert len(notices.deleted) == num_tried
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_what_was_stored_again_later_stays(is_failing):
+    """Also where it could not be deleted before."""
+    notices = Notices()
+    notices.is_failing = is_failing
+    notices.erasures.wrote((KEY, [RECORD]))
+    notices.add(name_of_mark(MARK))
+    notices.clock.advance(HEED_SECONDS + 1)
+    notices.erasures.look()
+    num_tried = len(notices.deleted)
+    notices.erasures.wrote((KEY, [RECORD]))
     notices.erasures.look()
     assert len(notices.deleted) == num_tried
 
@@ -343,6 +363,37 @@ def test_tiers_try_again_what_a_store_did_not_delete(tmp_path):
         near.is_slow = False
         erasures.look()
         assert near.read(KEY, ()) is None
+
+
+class Counted(WrapperStore):
+    """Counts the deletions that are asked for."""
+
+    num_deletions = 0
+
+    def delete(self, key):
+        self.num_deletions += 1
+        return super().delete(key)
+
+
+@pytest.mark.parametrize("kind", ["a peer", "a directory"])
+def test_what_a_tier_that_is_only_read_holds_is_not_tried_again(kind, tmp_path):
+    with FileStore(tmp_path / "far") as before:
+        before.put(KEY, [RECORD])
+    if kind == "a peer":
+        far = PeerStore(PeerClient("127.0.0.1", 1, NAMESPACE, SharedKey(b"k" * 32)), Opening())
+    else:
+        far = FileStore(tmp_path / "far", read_only=True)
+    near, far = FileStore(tmp_path / "near"), Counted(far)
+    with make_tiers(near, far) as tiers:
+        erasures = tiers._erasures
+        erasures.close(5.0)  # looks are made here
+        erasures.look()
+        assert tiers.put(KEY, [RECORD]).is_there
+        near.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
+        for _ in range(3):
+            erasures.look()
+        assert near.read(KEY, ()) is None
+        assert far.num_deletions == 1, "a peer's key is forgotten"
 
 
 def test_a_tier_that_fails_hides_no_notice_of_another(tmp_path):

@@ -269,8 +269,9 @@ KIND = replace(toy.KIND, {part})
 
 
 def test_an_opener_that_does_not_end_is_named_by_engines_and_doctor(
-    install: Install, found, caplog: pytest.LogCaptureFixture
+    install: Install, found, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(doctor_stores, "CLEAN_SECONDS", 0.1)
     code = """
 import threading
 from dataclasses import replace

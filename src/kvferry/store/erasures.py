@@ -133,7 +133,8 @@ class Erasures:
         self._until: dict[str, float] = {}  # by name, how long nothing of it is written
         self._heard: list[str] = []
         self._recent: deque[_Written] = deque(maxlen=_MAX_RECENT)
-        self._left: dict[_Written, Stores] = {}  # what could not be deleted, and where
+        # What could not be deleted, and where, by key.
+        self._left: dict[ChunkKey, tuple[_Written, Stores]] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -176,12 +177,14 @@ class Erasures:
         self._known = known
         self._hear(heard)
         self._clear(again.difference(heard))
-        for written, stores in list(self._left.items()):
-            left = self._delete(written.namespace, written.key, stores)
-            if left and self._clock() < written.at + _AGAIN_SECONDS:
-                self._left[written] = left
-            else:
-                self._left.pop(written, None)
+        for key, (written, stores) in list(self._left.items()):
+            if key not in self._left:  # stored again meanwhile
+                continue
+            left = self._delete(written.namespace, key, stores)
+            if not left or self._clock() >= written.at + _AGAIN_SECONDS:
+                self._left.pop(key, None)
+            elif key in self._left:
+                self._left[key] = written, left
 
     def _hear(self, names: Sequence[str]) -> None:
         if not names:
@@ -211,7 +214,7 @@ class Erasures:
         self._observer.count("erased_records")
         left = self._delete(written.namespace, written.key, None)
         if left and len(self._left) < _MAX_RECENT:
-            self._left[written] = left
+            self._left[written.key] = written, left
 
     def close(self, seconds: float) -> None:
         """Have the thread read the notices once more, and end; a read that hangs is abandoned after
@@ -235,11 +238,14 @@ class Erasures:
         return self._is_erased(names_in(value))
 
     def wrote(self, value: Value) -> None:
-        """Note that a value was written, or is there, and delete it if it was erased."""
+        """Note that a value was written, or is there, and delete it if it was erased. If it was
+        not, it stays, also where a deletion of it failed before."""
         written = _Written(self._clock(), value[0], _namespace_in(value), names_in(value))
         self._recent.append(written)
         if self._until and self._is_erased(written.names):
             self._take_back(written)
+        else:
+            self._left.pop(written.key, None)
 
     def _is_erased(self, names: Iterable[str]) -> bool:
         now = self._clock()

@@ -135,6 +135,13 @@ class Tier:
             return self._stands()
         return store.accepts()
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the store takes no values, and deletes none, whatever its health: it is a peer,
+        or was opened so. Memory only."""
+        why = None if self.store is None else self.store.accepts()
+        return why is not None and why.kind is FaultKind.READ_ONLY
+
     def _stands(self) -> Fault:
         """The state of a tier that does not take values, or is not asked, and why."""
         state, _, because = self._health.standing

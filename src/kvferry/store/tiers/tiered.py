@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import cast
 
-from kvferry.errors import Fault, FaultKind, StoreError, StorePlaceError
+from kvferry.errors import Fault, StoreError, StorePlaceError
 from kvferry.observe import Observer
 from kvferry.store.base import (
     ABSENT,
@@ -240,9 +240,7 @@ class TieredStore(Store):
 
     def _write_behind(self, key: ChunkKey, tier: Tier) -> None:
         for farther in self._tiers[tier.number + 1 :]:
-            why = None if farther.store is None else farther.store.accepts()
-            is_never = why is not None and why.kind is FaultKind.READ_ONLY
-            if not (is_never or farther.has(key)):
+            if not (farther.is_read_only or farther.has(key)):
                 self._threads[farther.number].add(key, tier)
 
     def _cancel_copies(self, key: ChunkKey) -> None:
@@ -384,13 +382,13 @@ def _notices(tiers: Iterable[Tier]) -> dict[object, str | None]:
 def _delete(
     tiers: Iterable[Tier], namespace: bytes | None, key: ChunkKey, given: Stores | None
 ) -> Stores:
-    """Delete a value from the tiers, or from those given. Return the ones that may still have it:
-    they failed, or are away."""
+    """Delete a value from the tiers, or from those given. Return the ones that may still have it,
+    and could delete it later: they failed, or are away."""
     left: list[Tier] = []
     for tier in tiers if given is None else cast("Collection[Tier]", given):
         if tier.store is None:  # it has nothing of this process
             continue
-        is_gone = tier.is_peer
+        is_gone = tier.is_read_only  # it stays there, whatever is tried
         with suppress(StoreError), tier.faults.guard("delete", passes=StoreError):
             if (view := tier.in_namespace(namespace)).up is not None:
                 until = tier.clock() + tier.patience.trial_seconds
