@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 from kvferry.cache.build import PrefixCache
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.guard_scheduler import GuardedScheduler
-from kvferry.keys import salt_mark
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.pools import check_pool
@@ -79,7 +78,6 @@ class Engine:
         self.is_closed = False
         self._random = random.Random(f"engine {shape.name} {seed}")
         self.has_quota = any("max_bytes" in url for url in shape.tiers)
-        self._namespaces: set[bytes] = set()
         self._checked_values: dict[ChunkKey, bytes] = {}
         self._checked: dict[int, object] = {}  # slots whose chunk was compared, by place
         self._planned: list[Planned] = []
@@ -115,10 +113,6 @@ class Engine:
     def num_slots(self) -> int:
         """Chunks that host memory holds: at least as many as its shape says."""
         return self.parts[0].num_slots
-
-    def marks_of(self, salt: str) -> set[bytes]:
-        """The marks of a salt in the namespaces that this run has had."""
-        return {salt_mark(namespace, salt) for namespace in self._namespaces}
 
     # -- what clients and operators do ----------------------------------------------------------
 
@@ -162,7 +156,6 @@ class Engine:
         def begin(host: Host) -> None:
             self.weights = weights
             host.reset(weights)
-            self._namespaces.add(self.scheduler.requests.namespace)
 
         self.tell(begin)
 
@@ -202,7 +195,6 @@ class Engine:
         def begin(host: Host) -> None:
             self.weights = weights
             host.sleep(seconds, weights)
-            self._namespaces.add(self.scheduler.requests.namespace)
 
         self.tell(begin)
 
@@ -279,7 +271,6 @@ class Engine:
         self.host = Host(self.loop, shape.host, role, ranks, self, self._random)
         self.host.weights = self.weights
         self.host.longest_wait = 2.0 * self.parts[0].config.load_timeout_seconds + 3.0
-        self._namespaces.add(self.scheduler.requests.namespace)
 
     def _name_later(self, part: PrefixCache, weights: bytes) -> None:
         """A rank hashes its weights while it serves."""

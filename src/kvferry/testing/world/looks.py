@@ -85,7 +85,7 @@ def _ask_again(world: World, engine: Engine) -> None:
 def _check_sizes(world: World, engine: Engine, requests: Sequence[HostRequest]) -> None:
     """What an engine writes that never reads takes the place of what is no record at all, in its
     nearest store: the others get what that one did not have."""
-    keys = {key for each in requests for key in each.chunk_keys}
+    keys = {key for each in requests if each.options.store for key in each.chunk_keys}
     has_saved = not engine.observer["save_no_slot"]
     is_nearest = has_saved and engine.shape.tiers[0].startswith("sim://")
     for medium in _media_of(world, engine)[:1] if is_nearest else ():

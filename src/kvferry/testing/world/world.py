@@ -7,13 +7,15 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kvferry.contract.handover import read_handover
 from kvferry.keys import salt_mark
-from kvferry.store.erasures import add_to_notice, name_of_mark, names_in
+from kvferry.store.base import Store
+from kvferry.store.erasures import HEAD_BYTES, add_to_notice, name_of_mark, names_in
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
@@ -286,42 +288,50 @@ class World:
     def erase(self, salt: str) -> None:
         """An operator erases what was stored for a salt, as `kvferry rm` does."""
         self._erased[salt] = self.loop.now
-        media = self.media.by_name.values()
-        namespaces = {found[1] for each in media for name in each.values if (found := _DIR(name))}
-        marks = {salt_mark(bytes.fromhex(namespace), salt) for namespace in namespaces}
-        if all(shape.hears_of_erasures for shape in self.scenario.engines):
-            self.truth.erased.update(dict.fromkeys(marks, self.loop.now))
-        names = {name_of_mark(mark) for mark in marks}
-        for medium in media:
-            for name, value in list(medium.values.items()):
-                if not names.isdisjoint(names_in((ChunkKey(b""), [value]))):
-                    del medium.values[name]
-            notice = medium.values.get(NOTICE, b"").decode()
-            said = add_to_notice(notice, sorted(names), self.wall())
-            medium.values[NOTICE] = said.encode()
         if self.scenario.has_files:
-            runs = [*self.engines.values(), *self.past]
-            marks = {mark for engine in runs for mark in engine.marks_of(salt)}
-            self.loop.spawn(lambda: self._erase_files(marks), "erase", owner="operator")
+            self.loop.spawn(lambda: self._erase(salt), "erase", owner="operator")
+        else:
+            self._erase(salt)
 
-    def _erase_files(self, marks: set[bytes]) -> None:
-        known = {name_of_mark(mark) for mark in marks}
-        for place in sorted(each for each in Path(self.directory).iterdir() if each.is_dir()):
-            store = open_one(f"file://{place}", Opening(index=False, may_create=False))
-            with store:
-                names = set[str]()
+    def _erase(self, salt: str) -> None:
+        """The notice in each store has the names for the namespaces of all of them."""
+        media = self.media.by_name.values()
+        with ExitStack() as closing:
+            directories = [closing.enter_context(each) for each in self._directories()]
+            entries = [
+                (store, entry) for store in directories for entry in store.catalogue().scan()
+            ]
+            namespaces = {entry.namespace for _, entry in entries}
+            for store in directories:
+                namespaces.update(store.catalogue().described())
+            for each in media:
+                found = (_DIR(name) for name in each.values)
+                namespaces |= {bytes.fromhex(match[1]) for match in found if match}
+            marks = {salt_mark(namespace, salt) for namespace in namespaces}
+            if all(shape.hears_of_erasures for shape in self.scenario.engines):
+                self.truth.erased.update(dict.fromkeys(marks, self.loop.now))
+            names = {name_of_mark(mark) for mark in marks}
+            for medium in media:
+                for name, value in list(medium.values.items()):
+                    if not names.isdisjoint(names_in((ChunkKey(b""), [value]))):
+                        del medium.values[name]
+                notice = medium.values.get(NOTICE, b"").decode()
+                said = add_to_notice(notice, sorted(names), self.wall())
+                medium.values[NOTICE] = said.encode()
+            for store, entry in entries:
+                head = bytearray(HEAD_BYTES)
+                store.read(entry.key, [(0, memoryview(head))])
+                if not names.isdisjoint(names_in((entry.key, [head]))):
+                    store.delete(entry.key)
+            for store in directories:
                 catalogue = store.catalogue()
-                for entry in list(catalogue.scan()):
-                    head = bytearray(1024)
-                    store.read(entry.key, [(0, memoryview(head))])
-                    found = known.intersection(names_in((entry.key, [head])))
-                    names |= found
-                    if found:
-                        store.delete(entry.key)
-                found_marks = {mark for mark in marks if name_of_mark(mark) in names}
-                self.truth.erased.update(dict.fromkeys(found_marks, self.loop.now))
-                text = add_to_notice(catalogue.notice(), sorted(names), self.wall())
-                catalogue.notice(text)
+                catalogue.notice(add_to_notice(catalogue.notice(), sorted(names), self.wall()))
+
+    def _directories(self) -> Iterator[Store]:
+        """The directories of this world, open for a command."""
+        places = Path(self.directory).iterdir() if self.scenario.has_files else ()
+        for place in sorted(each for each in places if each.is_dir()):
+            yield open_one(f"file://{place}", Opening(index=False, may_create=False))
 
     def mend_devices(self) -> None:
         self._device_faults.clear()
