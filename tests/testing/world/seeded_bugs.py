@@ -65,6 +65,7 @@ THREAD = "store/tiers/thread.py"
 KEYS = "store/servers/server_keys.py"
 REMOTE = "store/servers/remote.py"
 FAULTS = "store/faults.py"
+TABLES = "blocks/tables.py"
 
 BUGS = (
     # -- slots and pins
@@ -124,6 +125,19 @@ BUGS = (
         "                yield _Loaded(load, chunk, ChunkCopy(slot, runs, chunk.first_token))",
         "                first = chunk.first_token - 1\n"
         "                yield _Loaded(load, chunk, ChunkCopy(slot, runs, max(0, first)))"),
+    # -- windows
+    Bug("a fetch of some groups counts as one of all", POOL,
+        "            slot.held |= slot.filling", "            slot.held |= self._all_groups"),
+    Bug("a hit takes chunks of which it lacks groups", LOOKUP,
+        "or self.groups(ask.wanted, number, hit) <= chunk.held:", "or chunk.held:"),
+    Bug("a load leaves out where a window begins", TABLES,
+        "            first = stop - self.window + 1\n",
+        "            first = stop - self.window + 1 + self.block_size\n"),
+    Bug("what a window has dropped is saved", TABLES,
+        "            if NULL_BLOCK in part.ids:\n                return None\n", ""),
+    Bug("a load fills the null block before a window", TABLES,
+        "        return max(start, first // self.block_size * self.block_size)",
+        "        return max(start, first // self.block_size * self.block_size - self.block_size)"),
     # -- epochs, namespaces, keys
     Bug("a request that is saved keeps what it had before a reset", REQUESTS,
         "            request.outlive_epoch()\n", "            pass\n"),
@@ -156,9 +170,6 @@ BUGS = (
     Bug("leaves are not compared", "store/recordio.py",
         "        if not check_rows(component, buffer, leaves):",
         "        if not (check_rows(component, buffer, leaves) or True):"),
-    Bug("a cancelled read counts as filled", SLOTS,
-        "                return Filled(chunk.slot, ReadFault.CANCELLED)\n            deadline",
-        "                return Filled(chunk.slot)\n            deadline"),
     Bug("a read that failed counts as filled", SLOTS,
         "            return Filled(chunk.slot, missed, seconds, detail=said, kind=kind)",
         "            return Filled(chunk.slot, None, seconds, detail=said, kind=kind)"),

@@ -133,7 +133,7 @@ class Engine:
         """Other prompts have taken the place of all that the host and its memory held."""
 
         def begin(host: Host) -> None:
-            host.pool.reset()
+            host.memory.reset()
             self.scheduler.pool.clear()
 
         self.tell(begin)
@@ -355,9 +355,9 @@ class Engine:
             if request.load is not None:
                 raise Wrong("owner", f"{self.name} keeps a load of {name} after the plan")
             audit = request.audit
-            if not live.block_ids and audit is not None and audit.is_expected:
+            if not live.has_blocks and audit is not None and audit.is_expected:
                 raise Wrong("owner", f"{self.name} awaits an audit of {name}, which has no blocks")
-            if live.block_ids and request.search is not None:
+            if live.has_blocks and request.search is not None:
                 raise Wrong("owner", f"{self.name} keeps a search of {name}, which has blocks")
 
     def _check_ledger(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,14 +16,12 @@ from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.handover import STAMP
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.engine.block_pool import BlockPool
 from kvferry.testing.world.kv import TAINT, RankKV, Right, WrongToken, extend_seeds
 from kvferry.testing.world.loop import Loop, Wrong
+from kvferry.testing.world.memory import HostMemory
 from kvferry.testing.world.requests import HostRequest, HostStep, Scheduled
 from kvferry.testing.world.shapes import HostShape
-from kvferry.types import (
-    ChunkKey,
-)
+from kvferry.types import NULL_BLOCK, ChunkKey
 
 IDLE_SECONDS = 0.005
 LONGEST_IDLE_SECONDS = 0.5
@@ -103,7 +101,8 @@ class Host:
         self.ranks = list(ranks)
         self._groups = ranks[0][1].groups
         self.weights = 0
-        self.pool = BlockPool(shape.num_blocks)
+        kvs = [kv for _, kv in ranks]
+        self.memory = HostMemory(shape.num_blocks, shape.block_size, kvs)
         self.requests: dict[str, HostRequest] = {}
         self.waiting: deque[HostRequest] = deque()
         self.running: list[HostRequest] = []
@@ -121,7 +120,6 @@ class Host:
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
         self._late: HostStep | None = None  # whose output is still to be learnt
-        self._bad: set[int] = set()  # blocks of failed loads, and what was computed from them
         self._idle = IDLE_SECONDS
         self._is_eventful = False  # whether something began or ended since the last check
 
@@ -130,6 +128,7 @@ class Host:
     def add(self, request: HostRequest) -> None:
         self._is_eventful = True
         self.requests[request.request_id] = request
+        self.memory.lose(request)
         self.waiting.append(request)
         self._idle = IDLE_SECONDS
         self.role.on_new_request(request)
@@ -146,7 +145,7 @@ class Host:
             self.waiting.appendleft(request)
         self.running.clear()
         self._is_eventful = True
-        self.pool.reset()
+        self.memory.reset()
         if weights != self.weights:
             self.weights = weights
             for request in self.requests.values():
@@ -180,7 +179,7 @@ class Host:
             self._check_kv(request)
             self._watch.asked(request)
         self._is_eventful = True
-        result = self.role.request_finished(request, (request.block_ids,))
+        result = self.role.request_finished(request, request.block_ids)
         self._finished.add(request.request_id)
         del self.requests[request.request_id]
         if request in self.running:
@@ -212,17 +211,18 @@ class Host:
         return request.right.of(request.seeds, self._groups)
 
     def _lose_blocks(self, request: HostRequest) -> None:
-        self.pool.free(request.block_ids)
-        request.block_ids = []
+        self.memory.lose(request)
         request.num_computed_tokens = 0
         request.turn += 1
-        request.is_spoilt = request.is_tainted = False
+        request.is_spoilt = request.is_tainted = request.is_lost = False
 
     # -- scheduling -----------------------------------------------------------------------------
 
     def _schedule(self) -> HostStep:
         step = HostStep(frozenset(self._finished), self._preempted)
         self._finished, self._preempted = set(), set()
+        for request in [each for each in self.running if each.is_lost]:
+            self._preempt(request, step)
         while self.num_preemptions and self.running:
             self.num_preemptions -= 1
             self._preempt(self.running[-1], step)
@@ -265,24 +265,12 @@ class Host:
         step.scheduled.append(Scheduled(request, start, num_tokens, request.turn))
         request.num_computed_tokens = start + num_tokens
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.shape.block_size)
-
-    def _allocate(self, num_blocks: int) -> list[int] | None:
-        made = self.pool.allocate(num_blocks) if num_blocks > 0 else []
-        for _, kv in self.ranks if made else ():
-            kv.poison(made or ())
-        self._bad.difference_update(made or ())
-        return made
-
     def _grow(self, request: HostRequest, num_tokens: int, step: HostStep) -> bool:
-        total = self._num_blocks(request.num_computed_tokens + num_tokens)
-        while (made := self._allocate(total - len(request.block_ids))) is None:
+        while not self.memory.grow(request, num_tokens):
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is request:
                 return False
-        request.block_ids += made
         return True
 
     def _admit_waiting(self, step: HostStep, budget: int) -> None:
@@ -290,8 +278,8 @@ class Host:
         while self.waiting and budget > 0 and len(self.running) < self.shape.max_requests:
             request = self.waiting.popleft()
             keys = self._block_keys(request)
-            local = self.pool.find_prefix(keys) if self.shape.prefix_caching else []
-            num_local = len(local) * self.shape.block_size
+            local = self.memory.find(keys if self.shape.prefix_caching else ())
+            num_local = len(local[0]) * self.shape.block_size
             answer = self.role.lookup(request, num_local).num_tokens
             self._watch.asked(request)
             if answer is None:
@@ -301,7 +289,7 @@ class Host:
             request.asks_since = None
             num_computed = num_local + answer
             num_tokens = min(len(request.all_token_ids) - num_computed, budget)
-            if not self._take_blocks(request, local, num_computed + num_tokens):
+            if not self.memory.take(request, local, num_computed, num_computed + num_tokens):
                 self.waiting.appendleft(request)
                 break
             if request.extra_keys.cacheable and self._watch.is_named:
@@ -327,20 +315,11 @@ class Host:
         self.ledger.external += num_external
         if num_external:
             self._watch.loaded(request, num_local, num_local + num_external)
-        self.role.update_after_alloc(request, (request.block_ids,), num_external)
+        self.role.update_after_alloc(request, request.block_ids, num_external)
         first = num_local // self.shape.block_size
-        request.loaded = range(first, self._num_blocks(num_local + num_external))
+        request.loaded = range(first, self.memory.num_blocks(num_local + num_external))
         request.num_computed_tokens = num_local + num_external
         self.running.append(request)
-
-    def _take_blocks(self, request: HostRequest, local: list[int], num_tokens: int) -> bool:
-        self.pool.acquire(local)
-        made = self._allocate(self._num_blocks(num_tokens) - len(local))
-        if made is None:
-            self.pool.free(local)
-            return False
-        request.block_ids = local + made
-        return True
 
     def _check_patience(self, request: HostRequest) -> None:
         if request.asks_since is None:
@@ -384,7 +363,7 @@ class Host:
         seconds = 0.002 + num_tokens / self.shape.tokens_per_second
         for item in step.scheduled[: self.num_glitches]:
             item.request.is_spoilt = True
-            self.pool.uncache(self._written(step, item.request))
+            self.memory.uncache(self._written(step, item.request))
             self.num_glitches -= 1
         order = list(range(len(self.ranks)))
         self._random.shuffle(order)
@@ -404,14 +383,14 @@ class Host:
             is_right = item.request not in wrong and not item.request.is_spoilt
             item.request.read = (before, item.turn) if is_right else None
         output = self._fold.fold(outputs)
-        self._bad |= output.invalid_block_ids
+        self.memory.bad |= output.invalid_block_ids
         for request, tokens in wrong.items():
             silent = {each.block for each in tokens if not self._is_glitch(request, each)}
             if not silent:
                 request.is_spoilt = True
                 loaded = {each.block for each in tokens}
-                self.pool.uncache(self._written(step, request) | loaded)
-            elif silent := silent - self._bad:
+                self.memory.uncache(self._written(step, request) | loaded)
+            elif silent := silent - self.memory.bad:
                 raise Wrong(
                     "wrong KV",
                     f"a forward of {request!r} reads wrong KV in blocks {sorted(silent)} of "
@@ -419,10 +398,10 @@ class Host:
                 )
             else:
                 written = self._written(step, request)
-                self._bad |= written
+                self.memory.bad |= written
                 if self.shape.spares_others:
                     request.is_tainted = True
-                    self.pool.uncache(written)
+                    self.memory.uncache(written)
         return output
 
     def _is_glitch(self, request: HostRequest, token: WrongToken) -> bool:
@@ -434,10 +413,9 @@ class Host:
     def _written(self, step: HostStep, request: HostRequest) -> set[int]:
         """The blocks into which a step wrote what it computed for a request."""
         item = next(each for each in step.scheduled if each.request is request)
-        size = self.shape.block_size
-        return set(
-            request.block_ids[item.num_computed_tokens // size : self._num_blocks(item.stop)]
-        )
+        first = item.num_computed_tokens // self.shape.block_size
+        stop = self.memory.num_blocks(item.stop)
+        return {block for table in request.block_ids for block in table[first:stop]} - {NULL_BLOCK}
 
     def _forward(
         self, step: HostStep, kv: RankKV, wrong: dict[HostRequest, list[WrongToken]]
@@ -486,23 +464,20 @@ class Host:
 
     def _commit(self, request: HostRequest, stop: int) -> None:
         """Offer full blocks to the prefix cache, but of a request with NaN or wrong KV."""
-        parent, is_wrong = None, request.is_spoilt or request.is_tainted
-        for index, key in enumerate(() if is_wrong else self._block_keys(request)):
-            if (index + 1) * self.shape.block_size > stop:
-                break
-            self.pool.cache(request.block_ids[index], key, parent)
-            parent = key
+        if not (request.is_spoilt or request.is_tainted):
+            self.memory.offer(request, self._block_keys(request), stop)
 
-    def _spoil(self, invalid: Collection[int]) -> None:
+    def _spoil(self, invalid: Set[int]) -> None:
         """Compute again from the first block on whose load failed."""
         if not invalid:
             return
-        size = self.shape.block_size
         for request in self.running:
-            computed = request.block_ids[: self._num_blocks(request.num_computed_tokens)]
-            first = next((i for i, block in enumerate(computed) if block in invalid), None)
+            number = self.memory.num_blocks(request.num_computed_tokens)
+            rows = zip(*(table[:number] for table in request.block_ids), strict=True)
+            first = next((i for i, row in enumerate(rows) if not invalid.isdisjoint(row)), None)
             is_spared = self.shape.spares_others and first not in request.loaded
             if first is not None and not is_spared:
-                request.num_computed_tokens = first * size
+                request.num_computed_tokens = first * self.shape.block_size
+                request.is_lost = self.memory.has_windows
                 request.turn += 1
-        self.pool.uncache(invalid)
+        self.memory.uncache(invalid)

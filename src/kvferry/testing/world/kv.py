@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.contract.spec import EngineSpec
-from kvferry.types import NULL_BLOCK, ExtraKeys, KVGroup
+from kvferry.types import NULL_BLOCK, BlockTable, ExtraKeys, KVGroup
 
 Seeds = NDArray[np.uint64]
 Right = Sequence[NDArray[np.float32]]
@@ -29,6 +29,11 @@ _LAYER, _HEAD, _PLACE = (
 
 TAINT = 0.5
 """Added to KV that was computed from wrong KV: right values are whole numbers."""
+
+
+def attended_from(window: int | None, place: int) -> int:
+    """The first token that the token at a place attends to."""
+    return 0 if window is None else max(0, place - window + 1)
 
 
 def first_seed(weights: int, extra: ExtraKeys) -> int:
@@ -124,11 +129,16 @@ class RankKV:
 
     Attributes:
         groups: of the model.
+        windows: of each block table; None: it keeps all.
         tensors: by the name of the layer, as a worker role registers them.
     """
 
     def __init__(self, spec: EngineSpec, num_blocks: int, block_size: int) -> None:
         self.groups = spec.groups
+        tables = {part.group: part.table for part in spec.table_parts}
+        self._tables = [tables[index] for index in range(len(spec.groups))]
+        windows = {part.table: part.window for part in spec.table_parts}
+        self.windows = tuple(windows[table] for table in range(len(windows)))
         self.tensors: dict[str, torch.Tensor] = {}
         self._arrays: list[NDArray[np.float32]] = []
         self._mine: list[tuple[slice, slice, slice]] = []  # of the right KV of each group
@@ -145,32 +155,41 @@ class RankKV:
         self._block_of, self._place_of = tokens // block_size, tokens % block_size
 
     def compute(
-        self, blocks: Sequence[int], right: Right, start: int, stop: int, *, more: float
+        self, blocks: BlockTable, right: Right, start: int, stop: int, *, more: float
     ) -> None:
         """Write the KV of these tokens, and so much more than right: `TAINT` if the forward read
         wrong KV."""
-        which = np.asarray(blocks)[self._block_of[start:stop]]
-        places = self._place_of[start:stop]
-        for array, values, mine in zip(self._arrays, right, self._mine, strict=True):
+        places, inside = self._place_of[start:stop], self._block_of[start:stop]
+        which = [np.asarray(table)[inside] for table in blocks]
+        groups = zip(self._arrays, right, self._mine, self._tables, strict=True)
+        for array, values, mine, table in groups:
             new = values[start:stop][mine]
-            array[:, which, :, places] = new + np.float32(more) if more else new
+            array[:, which[table], :, places] = new + np.float32(more) if more else new
 
-    def wrong_tokens(self, blocks: Sequence[int], right: Right, stop: int) -> list[WrongToken]:
-        """The tokens before `stop` whose KV is not right."""
+    def wrong_tokens(self, blocks: BlockTable, right: Right, stop: int) -> list[WrongToken]:
+        """The tokens before `stop` whose KV is not right, in blocks that the next one attends to.
+        A block is right as a whole: other requests may share it."""
         if not stop:
             return []
-        which, places = np.asarray(blocks)[self._block_of[:stop]], self._place_of[:stop]
-        wrong: dict[int, bool] = {}
-        for array, values, mine in zip(self._arrays, right, self._mine, strict=True):
+        wrong: dict[tuple[int, int], bool] = {}
+        groups = zip(self._arrays, right, self._mine, self._tables, strict=True)
+        for array, values, mine, table in groups:
+            first = attended_from(self.windows[table], stop)
+            first -= int(self._place_of[first])
+            if first >= stop:
+                continue  # a window of one token sees nothing before it
+            places = self._place_of[first:stop]
+            which = np.asarray(blocks[table])[self._block_of[first:stop]]
             found = array[:, which, :, places]
-            unequal = found != values[:stop][mine]
+            unequal = found != values[first:stop][mine]
             if not np.count_nonzero(unequal):
                 continue
-            differs = unequal.reshape(stop, -1)
-            is_nan = (~differs | np.isnan(found).reshape(stop, -1)).all(axis=1)
+            differs = unequal.reshape(stop - first, -1)
+            is_nan = (~differs | np.isnan(found).reshape(stop - first, -1)).all(axis=1)
             for place in np.flatnonzero(differs.any(axis=1)).tolist():
-                wrong[place] = wrong.get(place, True) and bool(is_nan[place])
-        return [WrongToken(at, int(which[at]), is_nan) for at, is_nan in sorted(wrong.items())]
+                at = first + place, int(which[place])
+                wrong[at] = wrong.get(at, True) and bool(is_nan[place])
+        return [WrongToken(*at, is_nan) for at, is_nan in sorted(wrong.items())]
 
     def poison(self, blocks: Collection[int]) -> None:
         which = list(blocks)

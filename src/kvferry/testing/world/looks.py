@@ -65,7 +65,7 @@ def _ask_again(world: World, engine: Engine) -> None:
     out to be wrong."""
     asked = list(world.asked)
     world.draw().shuffle(asked)
-    room = engine.shape.host.has_room
+    room = engine.shape.has_room
     again = [each for each in asked if room(each.length + each.tail + each.max_tokens)]
     pause = 5.0 if engine.shape.mode is Mode.WRITE else 0.5  # for its writes, and second writes
     for _ in range(2 + len(engine.shape.tiers)):
@@ -235,7 +235,7 @@ def _probe(
     if forgets:
         engine.forget()
     else:
-        engine.tell(lambda host: host.pool.reset())
+        engine.tell(lambda host: host.memory.reset())
     request = world.request(engine, ask, tokens)
     engine.send(request)
     until = world.loop.now + SETTLE_SECONDS

@@ -92,4 +92,11 @@ SCENARIOS: dict[str, Scenario] = {
         (90.0, "expect", "a", _DOCUMENT._replace(salt="s"), True),
         engines=(replace(_ONE, host=_NO_CACHE),),
     ),
+    # A hit that ends earlier needs another part of a window, which memory lacks and the store has.
+    "window": _scenario(
+        (1.0, "expect", "p", _DOCUMENT, False),
+        (5.0, "expect", "c", _DOCUMENT, True),
+        (6.0, "expect", "c", Ask(1, 40, max_tokens=1), True),
+        engines=tuple(replace(each, window=12) for each in _pair()),
+    ),
 }

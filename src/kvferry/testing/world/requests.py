@@ -41,6 +41,8 @@ class HostRequest:
         was_off: why the cache was off when it was first admitted.
         is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
         is_tainted: whether it computed on a load that failed, and goes on.
+        is_lost: whether a load failed that it cannot compute again, as a window has dropped what is
+            needed for that: it begins anew.
         on_end: called once it has ended.
     """
 
@@ -52,7 +54,7 @@ class HostRequest:
     handover: Handover | None = None
     options: RequestOptions = DEFAULT_OPTIONS
     num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: tuple[list[int], ...] = ([],)
     seeds: list[int] = field(default_factory=list)
     turn: int = 0
     loaded: range = range(0)
@@ -60,6 +62,7 @@ class HostRequest:
     asks_since: float | None = None
     is_spoilt: bool = False
     is_tainted: bool = False
+    is_lost: bool = False
     outcome: str = ""
     params: Mapping[str, Any] | None = None
     noted: tuple[ChunkKeys | None, int] = (None, 0)
@@ -71,6 +74,10 @@ class HostRequest:
         self.num_prompt_tokens = len(self.all_token_ids)
         self.right = RightKV()
         self.true_keys = self.extra_keys
+
+    @property
+    def has_blocks(self) -> bool:
+        return bool(self.block_ids[0])
 
     @property
     def chunk_keys(self) -> Sequence[ChunkKey]:
@@ -93,7 +100,7 @@ class Scheduled:
 
     @property
     def block_ids(self) -> BlockTable:
-        return (self.request.block_ids,)
+        return self.request.block_ids
 
     @property
     def stop(self) -> int:

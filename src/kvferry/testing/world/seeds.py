@@ -30,6 +30,8 @@ IN_VAIN = 0.05
 """The part of others with several engines in which what is handed over never comes."""
 LATER = 0.2
 """The part of others that have such a script and nothing else."""
+WINDOWS = 0.25
+"""The part of models that have a group with a window."""
 FILES = 0.04
 """The part of scenarios with a directory: real files take longest."""
 
@@ -90,6 +92,9 @@ def draw(seed: int) -> Scenario:
     elif more.random() < LATER:
         first, actions = twisted(more, engines[0], list(media), more.choice(LATER_TWISTS))
         engines = (first, *engines[1:])
+    if more.random() < WINDOWS:
+        window = more.choice((chunk_tokens, 14, 20, 33))
+        engines = tuple(_with_window(each, window) for each in engines)
     in_order = tuple(sorted(actions, key=lambda action: action.at))
     return Scenario(seed=seed, engines=engines, media=media, actions=in_order)
 
@@ -102,6 +107,12 @@ def _losses(rng: random.Random, last: float) -> list[Action]:
 
 def _of_model(shape: EngineShape, chunk_tokens: int, num_groups: int) -> EngineShape:
     return replace(shape, chunk_tokens=chunk_tokens, num_groups=num_groups)
+
+
+def _with_window(shape: EngineShape, window: int) -> EngineShape:
+    """An engine whose model has a group with a window, and blocks for two tables."""
+    host = replace(shape.host, num_blocks=2 * shape.host.num_blocks)
+    return replace(shape, window=window, host=host)
 
 
 def _with_directory(rng: random.Random, shape: EngineShape, quota: str) -> EngineShape:

@@ -40,10 +40,6 @@ class HostShape:
     tokens_per_second: float = 5000.0
     spares_others: bool = False
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens can ever run."""
-        return num_tokens <= (self.num_blocks - 1) * self.block_size
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
@@ -54,6 +50,8 @@ class EngineShape:
         options: other options of the cache, but for the slots.
         num_slots: chunks that host memory holds.
         num_groups: KV groups of the model: engines that differ in this share nothing.
+        window: tokens that the last group attends to, in a block table of its own; None: it has no
+            such group.
         late_weights: so many seconds after its start the weights are hashed; 0: before it.
         names_weights: whether a file names the weights that run, so that a reset need not end the
             use of what is stored.
@@ -68,6 +66,7 @@ class EngineShape:
     num_slots: int = 24
     world_size: int = 1
     num_groups: int = 1
+    window: int | None = None
     chunk_tokens: int = 8
     mode: Mode = Mode.BOTH
     recomputes: bool = False
@@ -82,25 +81,36 @@ class EngineShape:
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
+        own = () if self.window is None else (self.window,)
         return tuple(
             KVGroup(
-                num_layers=2 - index,
+                num_layers=1 + (index == 0),
                 num_kv_heads=2,
                 content_size=4 * (index + 1),
                 dtype="float32",
                 block_size=self.host.block_size,
+                window=window,
             )
-            for index in range(self.num_groups)
+            for index, window in enumerate((*(None,) * self.num_groups, *own))
         )
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens can ever run."""
+        size = self.host.block_size
+        needed = -(-num_tokens // size)
+        if self.window is not None:
+            needed += min(needed, 2 + (self.window + self.host.max_tokens) // size)
+        return needed < self.host.num_blocks
 
     def spec(self, rank: int, weights: int) -> EngineSpec:
         parts = tuple(
             TablePart(
-                table=0,
+                table=0 if group.window is None else 1,
                 group=index,
                 layers=tuple(range(group.num_layers)),
                 layer_names=tuple(f"{index}.{layer}" for layer in range(group.num_layers)),
                 block_size=self.host.block_size,
+                window=group.window,
             )
             for index, group in enumerate(self.groups)
         )

@@ -102,7 +102,7 @@ class World:
         self._turn(running, ask, tokens, ask.turns)
 
     def _turn(self, engine: Engine, ask: Ask, tokens: list[int], turns: int) -> None:
-        if not engine.shape.host.has_room(len(tokens) + ask.max_tokens):
+        if not engine.shape.has_room(len(tokens) + ask.max_tokens):
             return
 
         def go_on() -> None:
@@ -118,7 +118,7 @@ class World:
         if (first := self._running(producer)) is None:
             return
         tokens = self.tokens_of(ask)
-        shapes = [each.host for each in self.scenario.engines]
+        shapes = self.scenario.engines
         if not all(each.has_room(len(tokens) + ask.max_tokens) for each in shapes):
             return
 
