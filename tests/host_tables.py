@@ -3,6 +3,10 @@
 As in vLLM, all tables take blocks from one pool, and the layers of different tables share memory.
 So a block id used in the wrong table destroys another table's KV. A table with a window frees a
 block once no later token attends to it, and puts the null block in its place.
+
+A table of recurrent states has one block of a request, in which its last token is. Before a
+forward, and before the loads of the same step, the host copies the states on if that is a new
+block.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from kvferry.contract.driver import StepDriver
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
 from kvferry.types import NULL_BLOCK, KVGroup, RankShard, TablePart
+from tests.state_models import Place, StateModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +35,14 @@ class HostTable:
         chunk: tokens of the attention chunks, of which the last is kept; None for all.
         layers: pairs of a group and its layers in the table; empty if the connector has no part in
             the table.
+        states: layers whose recurrent states are in the table, which has no other layers.
     """
 
     block_size: int
     window: int | None = None
     chunk: int | None = None
     layers: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    states: tuple[int, ...] = ()
 
     def num_dropped(self, num_computed: int) -> int:
         """Return how many leading blocks no token from `num_computed` on attends to."""
@@ -85,6 +92,14 @@ def parts_of_tables(
     return tuple(parts)
 
 
+class Move(NamedTuple):
+    """A copy of the states of a table from one block to another."""
+
+    table: int
+    source: int
+    target: int
+
+
 class HostBlockPool:
     """The blocks of all tables. Block 0 is the null block."""
 
@@ -92,6 +107,7 @@ class HostBlockPool:
         self.tables = tables
         self._num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
+        self._left: list[int] = []  # blocks that states were copied from since `free_left`
 
     def grow(self, request: HostRequest, num_tokens: int) -> list[int]:
         """Free the blocks of a request that left the windows, then give it blocks for its tokens.
@@ -109,9 +125,32 @@ class HostBlockPool:
             blocks.extend([NULL_BLOCK] * (dropped - len(blocks)))
         self._free.extend(reversed(freed))
         for table, blocks in zip(self.tables, request.block_ids, strict=True):
-            while len(blocks) * table.block_size < num_tokens:
+            while not table.states and len(blocks) * table.block_size < num_tokens:
                 blocks.append(self._free.pop())
         return freed
+
+    def carry(self, request: HostRequest, num_tokens: int) -> Iterator[Move]:
+        """Give a request, in each table of states, the block in which token `num_tokens - 1` is;
+        yield the copies that this takes. The blocks that they leave are freed by `free_left`."""
+        for index, (table, blocks) in enumerate(zip(self.tables, request.block_ids, strict=True)):
+            if not table.states:
+                continue
+            before = (request.num_computed_tokens - 1) // table.block_size
+            after = (num_tokens - 1) // table.block_size
+            if after == before:
+                continue
+            blocks.extend([NULL_BLOCK] * (after - len(blocks)))
+            blocks.append(self._free.pop())
+            if request.num_computed_tokens:
+                yield Move(index, blocks[before], blocks[after])
+                self._left.append(blocks[before])
+                blocks[before] = NULL_BLOCK
+
+    def free_left(self) -> list[int]:
+        """Free the blocks that states were copied from; return them."""
+        left, self._left = self._left, []
+        self._free.extend(left)
+        return left
 
     def num_missing(self, request: HostRequest) -> int:
         """Count, over all tables, the tokens without a block that the next token attends to."""
@@ -134,7 +173,7 @@ class HostBlockPool:
     def check_integrity(self, requests: Collection[HostRequest]) -> None:
         """Raises AssertionError unless each block is free or held by one of these requests."""
         held = [b for r in requests for table in r.block_ids for b in table if b != NULL_BLOCK]
-        if sorted(held + self._free) != list(range(1, self._num_blocks)):
+        if sorted(held + self._left + self._free) != list(range(1, self._num_blocks)):
             raise AssertionError("blocks are lost, or held twice")
 
 
@@ -158,10 +197,16 @@ class _ModelLayer(NamedTuple):
 
 
 class HostRank:
-    """One rank's tensors, `[B, H, N, C]` per layer, and what it writes into them."""
+    """One rank's tensors, `[B, H, N, C]` per layer, and what it writes into them. `states`: the
+    model of its recurrent states, of which each block is a page of bytes."""
 
     def __init__(
-        self, spec: EngineSpec, worker: WorkerRole, tables: Sequence[HostTable], num_blocks: int
+        self,
+        spec: EngineSpec,
+        worker: WorkerRole,
+        tables: Sequence[HostTable],
+        num_blocks: int,
+        states: StateModel | None = None,
     ) -> None:
         self._spec = spec
         self._tables = tables
@@ -185,6 +230,12 @@ class HostRank:
             ]
         self.caches: dict[str, torch.Tensor] = {}
         self._memory = self._allocate(num_blocks)
+        self._states = states
+        self._pages: dict[int, torch.Tensor] = {}
+        for layer in sorted(layer for table in tables for layer in table.states):
+            size = states.page_bytes(spec.shard.world_size)
+            self._pages[layer] = torch.full((num_blocks, 1, 1, size), 0x5A, dtype=torch.int8)
+            self.caches[f"state.{layer}"] = self._pages[layer]
         worker.register_kv_caches(self.caches)
 
     def _shape(self, table: int, layer: _ModelLayer) -> tuple[int, int, int]:
@@ -219,10 +270,32 @@ class HostRank:
         return kv_values(prefix_seeds, 64 * layer.group + layer.layer, heads, size).float()
 
     def compute(self, request: HostRequest, seeds: Sequence[int], start: int, stop: int) -> None:
-        """Write the KV of tokens `[start, stop)`, as far as they have blocks."""
+        """Write the KV of tokens `[start, stop)`, as far as they have blocks, and the states after
+        them. Raises AssertionError if the states before them are wrong."""
+        for page, place in self._state(request, seeds, stop, at=start):
+            if start and self._states.num_wrong(page, place):
+                raise AssertionError(f"{request.request_id} goes on from a wrong state at {start}")
         for layers in (self._layers, self._drafts):
             for name, blocks, places, values in self._kv(layers, request, seeds, start, stop):
                 self.caches[name][blocks, :, places] = values
+        for page, place in self._state(request, seeds, stop, at=stop):
+            self._states.write(page, place)
+
+    def move_states(self, moves: Sequence[Move]) -> None:
+        for table, source, target in moves:
+            for layer in self._tables[table].states:
+                self._pages[layer][target] = self._pages[layer][source]
+
+    def _state(
+        self, request: HostRequest, seeds: Sequence[int], stop: int, *, at: int
+    ) -> Iterator[tuple[torch.Tensor, Place]]:
+        """Yield the page of each layer with states in the block that has token `stop - 1`, and what
+        the page holds after `at` tokens."""
+        for table, ids in zip(self._tables, request.block_ids, strict=True):
+            for layer in table.states if stop else ():
+                page = self._pages[layer][ids[(stop - 1) // table.block_size]]
+                shard = self._spec.shard
+                yield page, Place(layer, seeds[at - 1] % 4096, shard.world_size, shard.rank)
 
     def wrong_tokens(self, request: HostRequest, seeds: Sequence[int], stop: int) -> int:
         """Count the tokens of `[0, stop)`, per layer, whose block holds anything but their KV."""
@@ -255,6 +328,8 @@ class HostRank:
         """Yield for each layer its name and, for the tokens of `[start, stop)` that have a block,
         the block, the place in the block, and the right KV."""
         for table, ids, layers in zip(self._tables, request.block_ids, of_tables, strict=True):
+            if not layers:
+                continue
             size = table.block_size
             held = [
                 token
@@ -271,6 +346,8 @@ class HostRank:
         """Fill blocks with garbage, to detect a connector that still reads or writes them."""
         for region in self._memory:
             region[list(blocks)] = float("nan")
+        for page in self._pages.values():
+            page[list(blocks)] = 0x5A
 
     def check_null_block(self) -> None:
         """Raises AssertionError if the null block was written."""

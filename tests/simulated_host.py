@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.host import HostRequest, HostStep
 from kvferry.contract.fold import WorkerOutputFold
+from kvferry.contract.messages import LookupResult, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
@@ -26,14 +28,35 @@ from kvferry.types import (
     ExtraKeys,
     Handover,
     MultimodalItem,
+    OfferedState,
     RequestOptions,
 )
 from tests.host_tables import (
     HostBlockPool,
     HostRank,
     HostTable,
+    Move,
     table_per_group,
 )
+from tests.state_models import StateModel
+
+
+@dataclass(eq=False)
+class SimulatedRequest(HostRequest):
+    """A request as `StatefulRequest` wants it, too.
+
+    Attributes:
+        states: what the step leaves behind.
+        junction: after so many tokens the host is to keep a state.
+        is_loading: whether it waits for the end of an async load.
+    """
+
+    states: Sequence[OfferedState] = ()
+    junction: int = 0
+    is_loading: bool = False
+
+    def keep_state_after(self, num_tokens: int) -> None:
+        self.junction = max(self.junction, num_tokens)
 
 
 class SimulatedHost:
@@ -47,6 +70,8 @@ class SimulatedHost:
         check: check of the connector's own accounts, called after every step; raises if they do not
             add up.
         num_ranks: number of ranks, if the caller sets `ranks` itself.
+        states: the model of recurrent states, if tables have some. Steps then end where vLLM's do.
+        in_flight: so many steps are planned before the scheduler gets the output of the first.
     """
 
     def __init__(
@@ -58,18 +83,28 @@ class SimulatedHost:
         tables: Sequence[HostTable] | None = None,
         check: Callable[[], None] = lambda: None,
         num_ranks: int | None = None,
+        states: StateModel | None = None,
+        in_flight: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self._check = check
         self._tables = tuple(tables or table_per_group(ranks[0][0].groups))
-        self.ranks = [HostRank(spec, worker, self._tables, num_blocks) for spec, worker in ranks]
+        self.ranks = [
+            HostRank(spec, worker, self._tables, num_blocks, states) for spec, worker in ranks
+        ]
         self._fold = WorkerOutputFold(num_ranks or len(ranks))
         self._pool = HostBlockPool(self._tables, num_blocks)
-        self._running: dict[str, HostRequest] = {}
+        self._running: dict[str, SimulatedRequest] = {}
+        self._has_states = states is not None
+        self._num_in_flight = in_flight
+        self._in_flight: deque[tuple[Sequence[SimulatedRequest], WorkerOutput]] = deque()
         self.block_size = math.lcm(*(table.block_size for table in self._tables if table.layers))
         """Tokens that the length of every hit must be a multiple of."""
         self._finished: set[str] = set()
+        self._preempted: set[str] = set()
         self.invalid_block_ids: set[int] = set()
+        self.failed: set[str] = set()
+        """Requests whose async load failed."""
         self.num_steps = 0
 
     # -- whole requests -------------------------------------------------------------------------
@@ -113,7 +148,9 @@ class SimulatedHost:
         handover: Handover | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> HostRequest:
-        request = HostRequest(request_id, list(token_ids), len(token_ids), extra_keys, handover)
+        request = SimulatedRequest(
+            request_id, list(token_ids), len(token_ids), extra_keys, handover
+        )
         request.options = options
         self.scheduler.on_new_request(request)
         return request
@@ -122,30 +159,45 @@ class SimulatedHost:
         self, request: HostRequest, *, num_local_tokens: int = 0, timeout: float = 20.0
     ) -> int:
         """Look up until there is an answer, allocate, notify the connector. Return the hit."""
-        hit: int | None = None
+        answer = LookupResult(None)
 
         def is_answered() -> bool:
-            nonlocal hit
-            hit = self.scheduler.lookup(request, num_local_tokens).num_tokens
-            if hit is None:
+            nonlocal answer
+            answer = self.scheduler.lookup(request, num_local_tokens)
+            if answer.num_tokens is None:
                 self.step([])
-            return hit is not None
+            return answer.num_tokens is not None
 
         what = f"the answer to the look-up of {request.request_id}"
         wait_until(is_answered, what, timeout, interval=0.0005)
+        hit = answer.num_tokens
         assert hit is not None
         tokens = len(request.all_token_ids)
         # Contract A4: a real host crashes on an illegal hit.
         if hit and (hit < 0 or num_local_tokens + hit >= tokens or hit % self.block_size):
             raise AssertionError(f"illegal hit {hit} beyond {num_local_tokens} of {tokens} tokens")
+        if answer.is_async != (self._has_states and hit > 0):
+            raise AssertionError("a host moves states on before the sync loads of a step")
+        self.grow(request, num_local_tokens + hit if answer.is_async else tokens + 64)
+        list(self._pool.carry(request, hit))
         request.num_computed_tokens = num_local_tokens + hit
         request.num_external_tokens = hit
-        self.grow(request, tokens + 64)
+        request.is_loading = answer.is_async
         self._running[request.request_id] = request
-        for rank in self.ranks:
+        for rank in self.ranks if num_local_tokens else ():
             rank.compute(request, prefix_seeds(request), 0, num_local_tokens)
         self.scheduler.update_after_alloc(request, request.block_ids, hit)
+        if answer.is_async:
+            self._wait_loaded(request)
         return hit
+
+    def _wait_loaded(self, request: SimulatedRequest) -> None:
+        def is_loaded() -> bool:
+            self.step([])
+            return not request.is_loading
+
+        wait_until(is_loaded, f"the load of {request.request_id}")
+        self.scheduler.update_after_alloc(request, request.block_ids, 0)
 
     def go_on(
         self,
@@ -176,9 +228,36 @@ class SimulatedHost:
     def prefill(self, request: HostRequest, *, budget: int = 10**9) -> None:
         """Compute the KV of every known token, then check all KV that is still in blocks."""
         while request.num_computed_tokens < len(request.all_token_ids):
-            remaining = len(request.all_token_ids) - request.num_computed_tokens
-            self.step([request], tokens=min(budget, remaining))
+            stop = min(request.num_computed_tokens + budget, len(request.all_token_ids))
+            if self._has_states:
+                stop = self._stop_with_states(request, stop)
+            self.step([request], tokens=stop - request.num_computed_tokens)
         self.check(request)
+
+    def _stop_with_states(self, request: SimulatedRequest, stop: int) -> int:
+        """Where vLLM has a step end that could reach `stop`: within a block only at the end."""
+        size, computed = self.block_size, request.num_computed_tokens
+        if stop < len(request.all_token_ids):
+            stop = stop // size * size or stop
+        within = (computed // size + 1) * size if computed % size else 0
+        stops = (*self._kept(request), within)
+        return min((each for each in stops if computed < each < stop), default=stop)
+
+    def _kept(self, request: SimulatedRequest) -> tuple[int, int]:
+        """After so many tokens the host keeps a state."""
+        last = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
+        return last, request.junction
+
+    def offer(self, request: SimulatedRequest, stop: int) -> Sequence[OfferedState]:
+        """The states that a step leaves which computes tokens up to `stop`."""
+        if not self._has_states or stop % self.block_size:
+            return ()
+        blocks = {
+            index: request.block_ids[index][(stop - 1) // table.block_size]
+            for index, table in enumerate(self._tables)
+            if table.states
+        }
+        return (OfferedState(stop, blocks, is_kept=stop in self._kept(request)),)
 
     def check(self, request: HostRequest) -> None:
         """Check that each token that the next one attends to has a block, and that no block holds
@@ -194,10 +273,16 @@ class SimulatedHost:
             rank.check_null_block()
 
     def preempt(self, request: HostRequest) -> None:
-        """Take the blocks away at once, as a host does; the next step notifies the connector."""
+        """Take the blocks away, and notify the connector."""
+        self.lose(request)
+        self.step([])
+
+    def lose(self, request: HostRequest) -> None:
+        """Take the blocks away at once, as a host does; the next step notifies the connector. Till
+        then it may be admitted again, as after vLLM's `reset_prefix_cache` of running requests."""
         self.release(request)
         request.num_computed_tokens = 0
-        self.step([], preempted={request.request_id})
+        self._preempted.add(request.request_id)
 
     def admitted(self, request_id: str, prompt: Sequence[int], **options: Any) -> HostRequest:
         """A new request that runs, with its hit."""
@@ -239,23 +324,29 @@ class SimulatedHost:
 
     def step(
         self,
-        scheduled: Sequence[HostRequest],
+        scheduled: Sequence[SimulatedRequest],
         *,
         tokens: int = 0,
-        preempted: set[str] | None = None,
     ) -> bool:
         """Run one engine step over all ranks. Return whether no rank reports anything."""
         self.num_steps += 1
+        left, moves = self._pool.free_left(), list[Move]()
+        for rank in self.ranks if left else ():
+            rank.poison(left)
         for request in scheduled:
+            stop = request.num_computed_tokens + tokens
             request.num_scheduled_tokens = tokens
-            self.grow(request, request.num_computed_tokens + tokens)
+            self.grow(request, stop)
+            moves += self._pool.carry(request, stop)
+            request.states = self.offer(request, stop)
             if self._pool.num_missing(request):
                 raise AssertionError(f"{request.request_id} attends to tokens without a block")
         finished, self._finished = self._finished, set()
-        view = HostStep(list(scheduled), preempted or set(), finished)
-        plan = self.scheduler.build_plan(view)
+        preempted, self._preempted = self._preempted, set()
+        plan = self.scheduler.build_plan(HostStep(list(scheduled), preempted, finished))
         outputs = []
         for rank in self.ranks:
+            rank.move_states(moves)
             with rank.driver.step(plan, finished) as step:
                 for request in scheduled:
                     start = request.num_computed_tokens
@@ -264,16 +355,31 @@ class SimulatedHost:
         output = self._fold.fold(outputs)
         for request in scheduled:
             request.num_computed_tokens += tokens
+        self._in_flight.append((scheduled, output))
+        while len(self._in_flight) >= self._num_in_flight:
+            self._learn(*self._in_flight.popleft())
+        return output.is_empty()
+
+    def _learn(self, scheduled: Sequence[SimulatedRequest], output: WorkerOutput) -> None:
+        for request in scheduled:
             self._recompute_invalid(request, output.invalid_block_ids)
         self.invalid_block_ids |= output.invalid_block_ids
+        for name in output.finished_recving:
+            request = self._running[name]
+            request.is_loading = False
+            if name in output.failed_recving:
+                self.failed.add(name)
+                self.release(request)
+                request.num_computed_tokens = 0
+                request.block_ids = tuple([] for _ in self._tables)
         self.scheduler.update_output(output)
         self._check()
-        return output.is_empty()
 
     def _recompute_invalid(self, request: HostRequest, invalid: frozenset[int]) -> None:
         if invalid and len(self._tables) > 1:
             raise AssertionError("a host with several tables cannot handle invalid block ids")
-        for table, blocks in zip(self._tables, request.block_ids, strict=True):
+        # A request that was preempted meanwhile has no tables.
+        for table, blocks in zip(self._tables, request.block_ids, strict=False):
             for index, block in enumerate(blocks):
                 if block in invalid:
                     first_bad = index * table.block_size

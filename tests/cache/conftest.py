@@ -82,7 +82,7 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for host in hosts:
         host.close()
         for part in host.parts:
-            part.store.close()
+            part.close()
 
 
 @pytest.fixture

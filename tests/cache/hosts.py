@@ -10,15 +10,20 @@ from typing import Any
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.cache.build import PrefixCache
-from kvferry.contract.spec import DraftSpec, EngineSpec, Mode
+from kvferry.contract.spec import DraftSpec, EngineSpec, Mode, StateSpec
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import pipeline_shard
+from kvferry.layout.states import components_of
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import Store
-from kvferry.types import KVGroup
+from kvferry.types import KVGroup, StateKind, TablePart
 from tests.cache.pools import check_pool
 from tests.host_tables import HostTable, parts_of_tables, table_per_group
 from tests.simulated_host import SimulatedHost
+from tests.state_models import StateModel
+
+STATE_LAYERS = ((0, 2, 4), (1, 3))
+"""The layers with recurrent states of the two tables that a model with such layers has."""
 
 
 def make_groups(
@@ -60,12 +65,18 @@ def make_shared_storage_host(
     ranks_per_machine: int | None = None,
     whole_items: bool = False,
     drafts: Callable[[int], DraftSpec] | None = None,
+    states: StateModel | None = None,
+    in_flight: int = 1,
 ) -> tuple[SimulatedHost, Any]:
     """Return a host with the shared-storage connector, and the parts that its roles share, one per
-    rank (close their stores last). `stages` are those of `pipeline_shard`,
-    `drafts` describes the draft layers of a rank. Nothing is audited
-    unless the options say so; `draw` then chooses the audited chunk, mostly the last."""
+    rank (close their stores last). `stages` are those of `pipeline_shard`, `drafts` describes the
+    draft layers of a rank; `states` add layers with recurrent states, in two tables. Nothing is
+    audited unless the options say so; `draw` then chooses the audited chunk, mostly the last."""
     groups = groups or make_groups()
+    tables = tables or table_per_group(groups)
+    if states is not None:
+        size = groups[0].block_size
+        tables = (*tables, *(HostTable(block_size=size, states=each) for each in STATE_LAYERS))
     stages = stages or [[(0, group.num_layers) for group in groups]]
     shards = [pipeline_shard(groups, rank, world_size, stages) for rank in range(world_size)]
     per_machine = ranks_per_machine or world_size
@@ -81,8 +92,9 @@ def make_shared_storage_host(
             engine_id=engine_id,
             first_local_rank=shard.rank // per_machine * per_machine,
             whole_items=whole_items,
-            tables=parts_of_tables(tables or table_per_group(groups), shard),
+            tables=parts_of_tables(tables, shard),
             drafts=None if drafts is None else drafts(shard.rank),
+            states=None if states is None else state_spec(states, tables, world_size),
         )
         for shard in shards
     ]
@@ -102,5 +114,25 @@ def make_shared_storage_host(
         num_blocks=num_blocks,
         tables=tables,
         check=lambda: check_pool(scheduler.pool, scheduler.holds()),
+        states=states,
+        in_flight=in_flight,
     )
     return host, parts
+
+
+def state_spec(model: StateModel, tables: Sequence[HostTable], world_size: int) -> StateSpec:
+    components = components_of(model.kind, model.arrays(world_size, dim_first=False))
+    return StateSpec(
+        kinds=(StateKind(num_layers=sum(map(len, STATE_LAYERS)), components=components),),
+        tables=tuple(
+            TablePart(
+                table=index,
+                group=0,
+                layers=table.states,
+                layer_names=tuple(f"state.{layer}" for layer in table.states),
+                block_size=table.block_size,
+            )
+            for index, table in enumerate(tables)
+            if table.states
+        ),
+    )

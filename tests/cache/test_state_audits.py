@@ -3,33 +3,19 @@ with what is stored behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from kvferry.contract.messages import LookupMiss
-from tests.cache.stateful import BLOCK, StatefulHost
-from tests.cache.test_states import without_states
+from tests.cache.conftest import Host
+from tests.cache.test_states import BLOCK, PROMPT, serve, start
 
-KIND = "Mamba-2"
 AT_ONCE = 10**9
-PROMPT = list(range(7, 7 + 4 * BLOCK + 9))
 
-
-@pytest.fixture
-def make_host(tmp_path: Path) -> Iterator[Any]:
-    hosts: list[StatefulHost] = []
-
-    def make(tp: int = 1, **options: Any) -> StatefulHost:
-        hosts.append(StatefulHost(f"file://{tmp_path}/store", KIND, tp, **options))
-        return hosts[-1]
-
-    yield make
-    for host in hosts:
-        host.close()
+__all__ = ["start"]
 
 
 def at_end() -> float:
@@ -37,71 +23,70 @@ def at_end() -> float:
     return 0.9
 
 
-def compared(host: StatefulHost) -> tuple[int, int, int]:
+def compared(host: Host) -> tuple[int, int, int]:
     host.settle()
     names = ("audits", "audit_mismatch", "audit_failed")
     return tuple(int(host.observer[name]) for name in names)  # type: ignore[return-value]
 
 
 def store(
-    make_host: Any,
-    spoil: Callable[[StatefulHost], None] = lambda _host: None,
+    start: Any,
+    spoil: Callable[[Host], None] = lambda _host: None,
     *,
     is_behind: bool = False,
 ) -> None:
     """Store a prompt whose last state is after four blocks, and the one before after two. If KV is
     to reach behind states, the last one is not stored."""
-    host = make_host()
-    host.run("beginning", PROMPT[: 2 * BLOCK + 9], AT_ONCE)
+    host = start()
+    serve(host, "beginning", PROMPT[: 2 * BLOCK + 9], AT_ONCE)
     host.settle()
     spoil(host)
     if is_behind:
-        host._grow = without_states(host._grow)  # type: ignore[method-assign]
-    assert host.run("all", PROMPT, AT_ONCE) == 2 * BLOCK
+        host.offer = lambda *_: ()  # type: ignore[method-assign]
+    assert serve(host, "all", PROMPT, AT_ONCE) == 2 * BLOCK
     host.settle()
 
 
 @pytest.mark.parametrize(("tp", "is_behind"), [(1, False), (1, True), (2, False), (2, True)])
-def test_a_hit_is_compared_behind_the_state_that_is_loaded(make_host, tp, is_behind):
+def test_a_hit_is_compared_behind_the_state_that_is_loaded(start, tp, is_behind):
     """With a state after four blocks, the hit is promised up to the one before. Without, it ends
     there anyway, and what is behind is compared at no cost."""
-    store(make_host, is_behind=is_behind)
-    reader = make_host(tp, audit="first", draw=at_end)
+    store(start, is_behind=is_behind)
+    reader = start(tp=tp, audit="first", draw=at_end)
     request = reader.add("first", PROMPT)
     assert reader.admit(request) == 2 * BLOCK
-    answer = reader.role.requests.by_id["first"].answer
+    answer = reader.scheduler.requests.by_id["first"].answer
     reason = LookupMiss.NO_STATE if is_behind else LookupMiss.AUDIT
     assert answer.misses == {reason: 2 * BLOCK, LookupMiss.PARTIAL: 9}
-    reader.prefill(request)
+    reader.prefill(request, budget=BLOCK)
     reader.finish(request)
     assert compared(reader) == (1, 0, 0)
-    assert reader.run("next", PROMPT) == 4 * BLOCK
+    assert serve(reader, "next", PROMPT) == 4 * BLOCK
     assert compared(reader) == (1, 0, 0)
-    assert reader.observer["hook_failed"] == reader.observer["contract_violation"] == 0
 
 
-def computes_otherwise(host: StatefulHost) -> None:
+def computes_otherwise(host: Host) -> None:
     """What follows is the KV of another model, as on a state that is not this one's."""
     for rank in host.ranks:
         right = rank.values
 
-        def values(layer: int, seed: int, right: Any = right) -> torch.Tensor:
-            return right(layer, seed) * 1.01
+        def values(layer: Any, seeds: torch.Tensor, right: Any = right) -> torch.Tensor:
+            return right(layer, seeds) * 1.01
 
-        rank.values, rank.num_wrong_tokens = values, lambda *_: 0  # type: ignore[method-assign]
+        rank.values, rank.wrong_tokens = values, lambda *_: 0  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
-def test_kv_that_differs_behind_a_loaded_state_ends_the_use(make_host, caplog, is_behind):
-    store(make_host, computes_otherwise, is_behind=is_behind)
-    reader = make_host(audit="first", draw=at_end)
-    assert reader.run("first", PROMPT) == 2 * BLOCK
+def test_kv_that_differs_behind_a_loaded_state_ends_the_use(start, caplog, is_behind):
+    store(start, computes_otherwise, is_behind=is_behind)
+    reader = start(audit="first", draw=at_end)
+    assert serve(reader, "first", PROMPT) == 2 * BLOCK
     assert compared(reader) == (0, 1, 0)
     assert "the model computes other KV than is stored" in caplog.text
-    assert reader.run("next", PROMPT) == 0
+    assert serve(reader, "next", PROMPT) == 0
 
 
-LOST: dict[str, Callable[[StatefulHost, Any], None]] = {
+LOST: dict[str, Callable[[Host, Any], None]] = {
     "it is preempted": lambda host, request: host.preempt(request),
     "it ends": lambda host, request: host.finish(request),
     "another epoch begins": lambda host, _request: host.scheduler.reset(),
@@ -109,19 +94,17 @@ LOST: dict[str, Callable[[StatefulHost, Any], None]] = {
 
 
 @pytest.mark.parametrize("event", LOST)
-def test_a_request_that_loses_its_blocks_before_it_is_compared_leaves_nothing_pinned(
-    make_host, event
-):
-    store(make_host)
-    reader = make_host(audit="first", draw=at_end)
+def test_a_request_that_loses_its_blocks_before_it_is_compared_leaves_nothing_pinned(start, event):
+    store(start)
+    reader = start(audit="first", draw=at_end)
     request = reader.add("first", PROMPT)
     assert reader.admit(request) == 2 * BLOCK
     assert request.num_computed_tokens == 2 * BLOCK
     LOST[event](reader, request)
     reader.settle()
     assert compared(reader) == (0, 0, 0)
-    assert not [hold for hold in reader.role.holds() if list(hold)]
+    assert not [hold for hold in reader.scheduler.holds() if list(hold)]
     if event == "it is preempted":
         assert reader.admit(request) == 2 * BLOCK, "the next hit is compared"
-        reader.prefill(request)
+        reader.prefill(request, budget=BLOCK)
         assert compared(reader) == (1, 0, 0)

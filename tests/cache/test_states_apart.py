@@ -14,11 +14,11 @@ from kvferry.errors import TransferError
 from kvferry.keys import ChunkKeys, state_key
 from kvferry.record.check import RecordInfo, parse_head
 from kvferry.types import ChunkKey
-from tests.cache.stateful import BLOCK, StatefulHost
-from tests.cache.test_states import PROMPT, make_host
+from tests.cache.conftest import Host
+from tests.cache.test_states import BLOCK, PROMPT, serve, start
 from tests.state_models import MODELS
 
-__all__ = ["make_host"]
+__all__ = ["start"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,19 +30,19 @@ def machines(monkeypatch):
 
 
 @pytest.fixture
-def start(make_host):
+def start_apart(start):
     """Starts a host whose scheduler role has heard where the ranks' memory is."""
 
-    def start(**options) -> StatefulHost:
-        host = make_host(**options)
-        host.role.learn_regions([rank.driver.role.region for rank in host.ranks])
+    def start_apart(**options) -> Host:
+        host = start(**options)
+        host.scheduler.learn_regions([rank.worker.region for rank in host.ranks])
         return host
 
-    return start
+    return start_apart
 
 
-def store(host: StatefulHost, prompt=PROMPT) -> StatefulHost:
-    host.run("writer", prompt)
+def store(host: Host, prompt=PROMPT) -> Host:
+    serve(host, "writer", prompt)
     host.settle()
     return host
 
@@ -54,32 +54,31 @@ def stored(root: Path) -> list[RecordInfo]:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_go_on_from_what_each_stored_of_kv_and_state(start, kind, tp, tmp_path):
+def test_ranks_go_on_from_what_each_stored_of_kv_and_state(start_apart, kind, tp, tmp_path):
     """Of four ranks, two have the same heads of KV, and other ones of the states."""
-    store(start(kind=kind, tp=tp)).close()
+    store(start_apart(kind=kind, tp=tp)).close()
     found = stored(tmp_path)
     assert all(info.is_shard for info in found)
-    reader = start(kind=kind, tp=tp)
-    assert reader.run("reader", PROMPT) == 4 * BLOCK
-    assert reader.observer["hook_failed"] == reader.observer["contract_violation"] == 0
+    reader = start_apart(kind=kind, tp=tp)
+    assert serve(reader, "reader", PROMPT) == 4 * BLOCK
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_ranks_stored_is_joined_for_engines_of_any_split(start, kind, tmp_path):
-    store(start(kind=kind, tp=2)).close()
+def test_what_ranks_stored_is_joined_for_engines_of_any_split(start_apart, kind, tmp_path):
+    store(start_apart(kind=kind, tp=2)).close()
     url = (tmp_path / "store").as_uri()
     assert main(["copy", url, url, "--join"]) == 0
     for tp in (1, 4):
-        reader = start(kind=kind, tp=tp)
-        assert reader.run("reader", PROMPT) == 4 * BLOCK
+        reader = start_apart(kind=kind, tp=tp)
+        assert serve(reader, "reader", PROMPT) == 4 * BLOCK
         reader.close()
 
 
 @pytest.mark.parametrize("losing", [0, 1])
 @pytest.mark.parametrize("part", [0, -1])
-def test_a_state_that_lacks_a_shard_is_a_miss_and_stored_again(start, losing, part, tmp_path):
-    host = store(start(tp=2))
-    records = host.ranks[losing].driver.role._records
+def test_a_state_that_lacks_a_shard_is_a_miss_and_stored_again(start_apart, losing, part, tmp_path):
+    host = store(start_apart(tp=2))
+    records = host.ranks[losing].worker._records
     number = range(len(records.parts))[part]
     states = [state_key(key, number) for key in chunk_keys(host)]
     names = {shard_keys(records)[number].of(key).hex() for key in states}
@@ -88,23 +87,23 @@ def test_a_state_that_lacks_a_shard_is_a_miss_and_stored_again(start, losing, pa
     assert lost
     for path in lost:
         path.unlink()
-    reader = store(start(tp=2))
+    reader = store(start_apart(tp=2))
     assert reader.observer["put_stored"] == len(lost)
     reader.close()
-    assert start(tp=2).run("again", PROMPT) == 4 * BLOCK
+    assert serve(start_apart(tp=2), "again", PROMPT) == 4 * BLOCK
 
 
-def chunk_keys(host: StatefulHost) -> list[ChunkKey]:
-    cache = host.caches[0]
+def chunk_keys(host: Host) -> list[ChunkKey]:
+    cache = host.parts[0]
     keys = ChunkKeys(cache.schema.namespace, cache.schema.chunk_tokens)
     keys.extend(PROMPT)
     return keys.keys
 
 
-def test_what_was_read_of_shards_of_states_is_audited(start):
-    store(start(tp=2)).close()
-    reader = start(tp=2, audit=1.0, draw=lambda: 0.9)
-    assert 0 < reader.run("reader", PROMPT) < 4 * BLOCK
+def test_what_was_read_of_shards_of_states_is_audited(start_apart):
+    store(start_apart(tp=2)).close()
+    reader = start_apart(tp=2, audit=1.0, draw=lambda: 0.9)
+    assert 0 < serve(reader, "reader", PROMPT) < 4 * BLOCK
     reader.settle()
     assert reader.observer["audits"] == 1
     assert reader.observer["audit_mismatch"] == 0
