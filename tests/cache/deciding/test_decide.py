@@ -250,6 +250,9 @@ WAITS = {
     # The wait has ended: the store is asked once more.
     "once more": ("LLLL", Awaiting(NOW, 0), {"wanted": {"plan": PLAN}},
                   Wait(Asking(NOW + 0.25, Awaiting(NOW, 0)), ABSENT, 0, range(4))),
+    # Also if the host looks up late, and had no answer before.
+    "at all": ("LLLL", ASKED_LONG, {"wanted": {"plan": PLAN._replace(until=NOW)}},
+               Wait(Asking(NOW + 0.25, Awaiting(NOW, 0)), ABSENT, 0, range(4))),
 }  # fmt: skip
 
 
@@ -265,6 +268,9 @@ def test_what_came_is_fetched_and_gives_the_rest_more_time():
     assert isinstance(act, Wait)
     assert (act.state, act.asks, act.brings) == (HAS_COME, range(3, 4), range(3))
     assert decision.came
+    # Also after the deadline.
+    late = AWAITED._replace(until=NOW - 1)
+    assert decide("SSSL", late, wanted={"plan": PLAN}).act.state == HAS_COME
     # Half of the slots are left to requests that do not wait.
     act = decide("SSSL", AWAITED, wanted={"plan": PLAN}, taken=SLOTS // 2).act
     assert (act.state, act.hit) == (HAS_COME, None)

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from kvferry.cache.deciding.policy import (
+    LONGEST_LOOKS_SECONDS,
     MIN_WAIT_SECONDS,
     RETRY_SLOW_SECONDS,
     LoadPolicy,
+    ProducerWaits,
 )
+from kvferry.store.base import ASK_SECONDS
 from kvferry.testing.clock import FakeClock
 
 
@@ -205,3 +208,22 @@ def test_a_step_of_prompts_beside_which_others_decode_shows_the_speed_of_prefill
         clock.advance(1.0)
         policy.end_step(step)
     assert policy.compute_rate == pytest.approx(992)
+
+
+# -- waits for other engines ----------------------------------------------------------------------
+
+
+def test_after_a_wait_in_vain_requests_only_look_and_now_and_then_one_waits_again(caplog):
+    waits, now = ProducerWaits(5.0, "memory://server"), 0.0
+    assert [waits.seconds(now) for _ in range(2)] == [5.0, 5.0]
+    for number, looks in enumerate((10, 20, 40, 80, 160, 300, LONGEST_LOOKS_SECONDS)):
+        now += 5.0
+        for _ in range(5):  # of those that end together, one counts
+            waits.in_vain(now)
+        assert caplog.text.count("nothing came of 3 handovers") == (number > 1)
+        assert waits.seconds(now + looks - 0.01) == ASK_SECONDS
+        now += looks
+        assert [waits.seconds(now) for _ in range(2)] == [5.0, ASK_SECONDS]
+    assert "memory://server" in caplog.text
+    waits.came()
+    assert [waits.seconds(now) for _ in range(2)] == [5.0, 5.0]

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from benchmarks.host import HostRequest, HostStep
 from kvferry.cache.build import PrefixCache
+from kvferry.cache.deciding.handovers import MOST_WAITS
 from kvferry.cache.deciding.search import Asking, Awaiting, Fetching, Search
-from kvferry.cache.deciding.searches import FIRST_PAUSE_SECONDS
+from kvferry.cache.deciding.searches import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS
 from kvferry.cache.messages import CacheMeta, Filled, RankReport, Saved, Sealed
-from kvferry.contract.messages import WorkerOutput
+from kvferry.contract.messages import ASK_AGAIN, WorkerOutput
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ChunkKeys, ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
@@ -431,6 +432,121 @@ def test_what_a_peer_turns_out_to_lack_is_asked_for_once_in_the_order_of_the_pro
     assert asked == [(list(search.wanted.keys), {"again": True})]
 
 
+def awaited(which: int = 0, how: int = 1) -> tuple[Events, HostRequest]:
+    """A request that waits for its producer."""
+    events = Events(None, "off", 0)
+    events.arrive(which, how)
+    (request,) = events.requests
+    assert events.role.lookup(request, 0).num_tokens is None
+    assert isinstance(search_of(events, request).state, Awaiting)
+    return events, request
+
+
+def search_of(events: Events, request: HostRequest) -> Search:
+    return events.role.requests.by_id[request.request_id].search
+
+
+def some_come(events: Events) -> None:
+    events.store_some(0, 2)
+    events.clock.advance(FIRST_PAUSE_SECONDS)
+
+
+def next_wait(events: Events) -> float:
+    """How long the next request waits for a producer."""
+    events.arrive(2, 1)
+    request = events.requests[-1]
+    assert events.role.lookup(request, 0).num_tokens is None
+    return search_of(events, request).state.until - events.clock()
+
+
+@pytest.mark.parametrize(
+    ("how", "comes", "expected"),
+    [(1, False, ASK_SECONDS), (3, False, PATIENCE), (1, True, PATIENCE)],
+    ids=["nothing came", "of a peer, which says itself what it lacks", "some chunks came"],
+)
+def test_after_a_wait_in_vain_requests_only_look(how, comes, expected):
+    events, request = awaited(how=how)
+    if comes:
+        some_come(events)
+    events.check_end(request, 0)
+    assert next_wait(events) == pytest.approx(expected)
+
+
+DOUBTS = {"what comes": PATIENCE, "what is there": ASK_SECONDS, "what the host has": ASK_SECONDS}
+
+
+@pytest.mark.parametrize("case", DOUBTS)
+def test_only_what_comes_while_a_request_waits_ends_the_doubt(case):
+    events, request = awaited()
+    events.check_end(request, 0)
+    if case == "what is there":
+        some_come(events)
+    events.arrive(0, 1)
+    request = events.requests[-1]
+    assert events.role.lookup(request, 0).num_tokens is None
+    if case == "what comes":
+        some_come(events)
+    events.role.lookup(request, 16 * (case == "what the host has"))
+    assert next_wait(events) == pytest.approx(DOUBTS[case])
+
+
+def test_the_store_is_asked_again_after_longer_and_longer_pauses_until_a_chunk_comes():
+    events, request = awaited()
+    looks, pauses = search_of(events, request).looks, []
+    for _ in range(7):
+        pauses.append(looks.pause)
+        events.clock.advance(looks.pause)
+        events.role.lookup(request, 0)
+    assert pauses == [0.01, 0.02, 0.04, 0.08, 0.16, LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS]
+    some_come(events)
+    events.role.lookup(request, 0)
+    assert looks.pause == FIRST_PAUSE_SECONDS
+
+
+def test_what_comes_one_by_one_is_waited_for_up_to_a_latest_time():
+    events, request = awaited()
+    assert search_of(events, request).wanted.plan.latest == events.clock() + MOST_WAITS * PATIENCE
+
+
+def test_requests_in_the_queue_are_fetched_before_the_host_looks_them_up():
+    """And leave half of the slots."""
+    events = Events(None, "off", 0)
+    for which in range(3):
+        events.arrive(which, 1)
+        events.store_some(which, 5)
+    for _ in range(3):
+        events.step(0, 0)
+        events.end(0, 0)
+    assert events.role.pool.num_taken == 4
+    assert events.role.lookup(events.requests[0], 0).num_tokens == 32
+
+
+def test_a_step_looks_up_a_few_of_a_long_queue_and_each_in_its_turn(monkeypatch):
+    events, looked = Events(None, "off", 0), []
+    monkeypatch.setattr("kvferry.cache.deciding.scheduler.EARLY_PER_STEP", 2)
+    monkeypatch.setattr(
+        events.role, "_look_up", lambda view, *_: looked.append(view.request_id) or ASK_AGAIN
+    )
+    for _ in range(5):
+        events.arrive(0, 1)
+    for count in range(2, 12, 2):
+        events.step(0, 0)
+        assert len(looked) == count
+    assert looked == [*"1234512345"]
+
+
+def test_what_the_host_has_itself_need_not_be_in_the_store():
+    events = Events(None, "off", 0)
+    events.arrive(0, 1)
+    events.store_some(0, 4)
+    (request,) = events.requests
+    del events.store.says[events.role.requests.by_id["1"].keys.keys[0]]
+    assert events.role.lookup(request, CHUNK).num_tokens is None
+    events.build(HostStep())
+    events.end(0, 0)
+    assert events.role.lookup(request, CHUNK).num_tokens == 24
+
+
 def to_be_asked_late(events: Events) -> None:
     events.role.requests.by_id["1"].search.looks.until = events.clock() + 1000.0
 
@@ -476,11 +592,7 @@ def test_a_search_that_awaits_goes_through_all_chunks_only_if_something_has_chan
 @pytest.mark.parametrize(("which", "num_local"), [(0, 32), (4, 16)])
 def test_a_search_whose_host_has_all_that_was_awaited_waits_no_more(which, num_local):
     """Also if the host has no place for the request, and looks it up again and again."""
-    events = Events(None, "off", 0)
-    events.arrive(which, 1)
-    (request,) = events.requests
-    assert events.role.lookup(request, 0).num_tokens is None
-    assert isinstance(events.role.requests.by_id["1"].search.state, Awaiting)
+    events, request = awaited(which)
     for _ in range(3):
         assert events.role.lookup(request, num_local).num_tokens == 0
 
@@ -496,11 +608,8 @@ def test_nothing_is_awaited_while_there_is_no_store_to_ask():
 
 
 def test_if_a_peer_lacks_a_chunk_other_stores_have_some_time_to_get_it():
-    events = Events(None, "off", 0)
+    events, request = awaited(how=3)
     events.store.has_peer = False
-    events.arrive(0, 3)
-    (request,) = events.requests
-    assert events.role.lookup(request, 0).num_tokens is None
     events.clock.advance(0.9 * ASK_SECONDS)
     assert events.role.lookup(request, 0).num_tokens is None
     events.clock.advance(0.1 * ASK_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvferry.testing.world.scenario import Action, Ask, Scenario
+from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Scenario
 from kvferry.testing.world.shapes import EngineShape, HostShape
 
 _ONE = EngineShape(name="a", tiers=("sim://m0/kv",))
@@ -18,10 +18,10 @@ def _scenario(*actions: tuple[Any, ...], engines: tuple[EngineShape, ...]) -> Sc
     return Scenario(seed=0, engines=engines, media={"m0": None, "m1": None}, actions=made)
 
 
-def _pair(**options: object) -> tuple[EngineShape, EngineShape]:
-    """A producer and a consumer over one server."""
-    producer = EngineShape(name="p", tiers=("sim://m0/kv",), options=options, host=_NO_CACHE)
-    return producer, EngineShape(name="c", tiers=("sim://m0/kv",), options=options, host=_NO_CACHE)
+def _pair(url: str = "sim://m0/kv", **shape: Any) -> tuple[EngineShape, EngineShape]:
+    """A producer and a consumer over one store."""
+    producer = EngineShape(name="p", tiers=(url,), host=_NO_CACHE, **shape)
+    return producer, replace(producer, name="c")
 
 
 def _peers() -> tuple[EngineShape, EngineShape]:
@@ -98,5 +98,33 @@ SCENARIOS: dict[str, Scenario] = {
         (5.0, "expect", "c", _DOCUMENT, True),
         (6.0, "expect", "c", Ask(1, 40, max_tokens=1), True),
         engines=tuple(replace(each, window=12) for each in _pair()),
+    ),
+    # A decode waits for what its prefill has not stored yet.
+    "handover": _scenario(
+        (1.0, "fault", "m0", "slow", 3.0, "p"),
+        (1.0, "handover", "p", "c", _DOCUMENT, True),
+        engines=_pair(),
+    ),
+    # Also in a directory.
+    "handover-directory": _scenario(
+        (1.0, "handover", "p", "c", _DOCUMENT, True),
+        engines=_pair(f"{DIRECTORY}/d"),
+    ),
+    # What the prefill stores elsewhere is not waited for without end.
+    "handover-elsewhere": _scenario(
+        (1.0, "handover", "p", "c", _DOCUMENT, False),
+        engines=(_pair()[0], _pair("sim://m1/kv")[1]),
+    ),
+    # Once weights were loaded anew, a prefill hands over as before if they are the same.
+    "handover-same-weights": _scenario(
+        (1.0, "reset", "p", False),
+        (2.0, "handover", "p", "c", _DOCUMENT, True),
+        engines=_pair(names_weights=True),
+    ),
+    # If they changed, nothing of it is for others.
+    "handover-new-weights": _scenario(
+        (1.0, "reset", "p", True),
+        (2.0, "handover", "p", "c", _DOCUMENT, False),
+        engines=_pair(names_weights=True),
     ),
 }

@@ -113,8 +113,8 @@ class World:
         request = self.request(engine, ask, tokens, then=go_on)
         engine.send(request)
 
-    def handover(self, producer: str, consumer: str, ask: Ask) -> None:
-        """One engine prefills a prompt, and another decodes it."""
+    def handover(self, producer: str, consumer: str, ask: Ask, is_hit: bool | None = None) -> None:
+        """One engine prefills a prompt, and another decodes it; `is_hit` as of `expect`."""
         if (first := self._running(producer)) is None:
             return
         tokens = self.tokens_of(ask)
@@ -125,7 +125,7 @@ class World:
         def decode() -> None:
             second = self._running(consumer)
             if prefill.outcome == "done" and second is not None:
-                second.send(self.request(second, ask, tokens, params=prefill.params))
+                self._expect(second, ask, tokens, is_hit, prefill.params)
 
         asked = {"do_remote_decode": True}
         short = ask._replace(max_tokens=1)
@@ -138,13 +138,23 @@ class World:
         if running is None:
             raise Wrong("expected", f"{engine} does not run")
 
+        self._expect(running, ask, self.tokens_of(ask), is_hit)
+
+    def _expect(
+        self,
+        engine: Engine,
+        ask: Ask,
+        tokens: Sequence[int],
+        is_hit: bool | None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         def ended() -> None:
             loaded = (request.admitted or (0, 0, 0))[2]
-            if (loaded > 0) is not is_hit:
-                raise Wrong("expected", f"{request!r} of {engine} has {loaded} tokens loaded")
+            if is_hit is not None and (loaded > 0) is not is_hit:
+                raise Wrong("expected", f"{request!r} of {engine.name} has {loaded} tokens loaded")
 
-        request = self.request(running, ask, self.tokens_of(ask), then=ended)
-        running.send(request)
+        request = self.request(engine, ask, tokens, params=params, then=ended)
+        engine.send(request)
 
     def fault(self, medium: str, what: str, seconds: float, owner: str) -> None:
         """A medium fails for a while: for one engine, or for all (owner "")."""
