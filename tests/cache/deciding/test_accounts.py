@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,11 +12,7 @@ from kvferry.contract.messages import LookupMiss
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
-from kvferry.testing.faults import (
-    FaultyStore,
-)
-from kvferry.types import ExtraKeys
-from tests.cache.keeping import PROMPT, assert_settles, keys_of, open_store
+from tests.cache.keeping import PROMPT, keys_of, open_store
 
 
 class Recorder(Counters):
@@ -126,108 +120,3 @@ def test_hits_are_counted_by_tier(make_host, observer, directory: Path):
     assert observer["local_hit_tokens"] == 4
     assert observer["hits"] == 3
     assert_adds_up(observer)
-
-
-# -- sums ---------------------------------------------------------------------------------------
-
-
-class Unreliable(FaultyStore):
-    """One read in some fails, by a seed."""
-
-    def __init__(self, inner: Any, seed: int) -> None:
-        super().__init__(inner, {"read", "put"})
-        self._random = random.Random(seed)
-
-    def fault(self, operation: str) -> bool:
-        return self._random.random() > 0.02
-
-
-class Run:
-    """Requests with shared prefixes at random: some wait, some are preempted, some are aborted."""
-
-    def __init__(self, host: Any, seed: int) -> None:
-        self.host = host
-        self.random = random.Random(seed)
-        self.waiting: list[Any] = []
-        self.running: list[Any] = []
-        self.num_added = 0
-
-    def turn(self) -> None:
-        self.random.choice([self.add, self.add, self.ask, self.compute, self.compute, self.end])()
-        if self.random.random() < 0.05:
-            self.host.forget_unpinned()
-
-    def add(self) -> None:
-        root = 1000 * self.random.randrange(3)
-        length = self.random.choice([1, 7, 8, 9, 23, 41, 66, 66])
-        prompt = [root + token for token in range(length)]
-        if self.random.random() < 0.3:
-            prompt[self.random.randrange(length) :] = [7] * self.random.randrange(1, 20)
-        extra = ExtraKeys(cacheable=self.random.random() > 0.1)
-        self.num_added += 1
-        self.waiting.append(self.host.add(f"r{self.num_added}", prompt, extra_keys=extra))
-
-    def ask(self) -> None:
-        for request in self.waiting:
-            self.host.scheduler.lookup(request, 0)
-        self.host.step([])
-
-    def compute(self) -> None:
-        if self.waiting and len(self.running) < 4:
-            request = self.waiting.pop(0)
-            most = (len(request.all_token_ids) - 1) // 4
-            local = self.random.choice([0, 0, self.random.randrange(most + 1)])
-            self.host.admit(request, num_local_tokens=4 * local)
-            self.running.append(request)
-        if self.running:
-            request = self.random.choice(self.running)
-            if self.random.random() < 0.2:
-                self.running.remove(request)
-                self.host.preempt(request)
-                self.waiting.append(request)
-                return
-            self.host.prefill(request, budget=self.random.choice([5, 16, 100]))
-
-    def end(self) -> None:
-        for requests in (self.running, self.waiting):
-            if requests and self.random.random() < 0.4:
-                request = requests.pop(0)
-                self.host.finish(request)
-                self.host.step([])
-
-    def finish(self) -> None:
-        for request in [*self.running, *self.waiting]:
-            self.host.finish(request)
-        assert_settles(self.host)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_all_tokens_add_up_over_random_runs(
-    make_host, observer, tmp_path: Path, world_size: int, seed: int
-):
-    choose = random.Random(seed)
-    writer = make_host(store=f"file://{tmp_path}")
-    for root in range(2):
-        writer.run(f"writer {root}", [1000 * root + token for token in range(66)])
-    writer.settle()
-    stores = [Unreliable(open_store(tmp_path), seed + rank) for rank in range(world_size)]
-    host = make_host(
-        store=stores[0].url,
-        rank_stores=stores,
-        world_size=world_size,
-        observer=observer,
-        num_slots=choose.choice([1, 3, 9, 64]),
-        num_blocks=4096,
-        load_timeout_seconds=0.05,
-        save_generated=True,
-    )
-    run = Run(host, seed)
-    for _ in range(480):  # hits in each, where a busy machine makes some loads too late, too
-        run.turn()
-        assert_adds_up(observer)
-    run.finish()
-    assert_adds_up(observer)
-    assert observer["lookup_tokens"] > 0
-    assert observer.amounts("miss_tokens/")["absent"] > 0
-    assert observer["hits"] > 0
