@@ -366,6 +366,11 @@ def test_a_hit_is_compared(case):
     assert (act.hit.audited, act.hit.stop, act.hit.whole) == (audited, stop, range(3))
 
 
+def test_what_the_engine_has_itself_is_not_computed_again_for_an_audit():
+    act = decide("HHH", local=20, wanted={"place": 0.9}).act
+    assert (act.hit.start, act.hit.stop, act.hit.audited) == (20, 20, 2)
+
+
 def test_a_decision_changes_nothing():
     rates = slow_rates(is_due=True)
     lookup = make_lookup(rates=rates)

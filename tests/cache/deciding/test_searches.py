@@ -22,7 +22,7 @@ from kvferry.cache.deciding.handovers import MOST_WAITS
 from kvferry.cache.deciding.search import Asking, Awaiting, Fetching, Search
 from kvferry.cache.deciding.searches import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS
 from kvferry.cache.messages import CacheMeta, Filled, RankReport, Saved, Sealed
-from kvferry.contract.messages import ASK_AGAIN, WorkerOutput
+from kvferry.contract.messages import ASK_AGAIN, LookupMiss, WorkerOutput
 from kvferry.contract.spec import EngineSpec
 from kvferry.keys import ChunkKeys, ModelIdentity
 from kvferry.layout.shards import tensor_parallel_shard
@@ -162,7 +162,7 @@ class Events:
         assert not pins, "slots that were assigned again while they had a pin"
         check_pool(self.role.pool)
 
-    def check_promise(self, request: HostRequest, local: int, promised: int) -> None:
+    def check_promise(self, request: HostRequest, local: int, promised: int, why: object) -> None:
         """What is promised is held and pinned: each chunk that the next token needs."""
         state, tables = self.role.requests.by_id[request.request_id], self.role.context.tables
         stop = local + promised
@@ -173,6 +173,7 @@ class Events:
         assert promised <= (promised if most is None else most)
         audit = state.search.hit.audit
         assert (audit is None) == (state.search.hit.audited is None)
+        assert (why is LookupMiss.AUDIT) == state.search.hit.is_shortened
         assert audit is None or stop <= audit.record.first_token
         assert audit is None or audit.record.held == tables.all_groups
         pinned = {slot.key for slot in state.search.pinned}
@@ -278,7 +279,7 @@ class Events:
         name, local = request.request_id, BLOCK * (0, 0, 0, 0, 1, 2, 3, 4)[how]
         self.locals[name] = local
         before = self.answers.get(name)
-        promised, is_async, _reason = self.role.lookup(request, local)
+        promised, is_async, why = self.role.lookup(request, local)
         assert not is_async
         if before is not None and before[0] == local and self.role.identity.state.miss is None:
             assert promised == before[1], "a promise stands"
@@ -296,7 +297,7 @@ class Events:
             search = self.role.requests.by_id[name].search
             assert search.hit is not None or not search.pinned  # a hit of an audit alone
         else:
-            self.check_promise(request, local, promised)
+            self.check_promise(request, local, promised, why)
             self.answers[name] = local, promised
 
     def admit(self, which: int, how: int) -> None:
