@@ -87,6 +87,7 @@ ONLY_FROM = {
         "explain.py",
         # Shards, whose keys do not follow from those of a prompt.
         "survey.py",
+        "testing/world/records.py",
     ],
     # One reading of a model's config makes one identity.
     "engine": [

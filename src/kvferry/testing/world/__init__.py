@@ -4,6 +4,7 @@ thread and in virtual time. A failure is replayed by one line (docs/world.md).
     loop.py     virtual time, and tasks in the place of threads
     threads.py  what stands in for threads, clocks and queues: the seam to kvferry
     media.py    servers that are dicts, links between peers, and their faults
+    records.py  records of other writers
     kv.py       KV that checks itself
     shapes.py   how hosts and engines are set up
     requests.py requests of a host, and its steps

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.cache.build import PrefixCache
@@ -80,6 +80,7 @@ class Engine:
         self.has_quota = any("max_bytes" in url for url in shape.tiers)
         self._checked_values: dict[ChunkKey, bytes] = {}
         self._checked: dict[int, object] = {}  # slots whose chunk was compared, by place
+        self._condemned: dict[int, object] = {}  # slots of what was found to be wrong
         self._planned: list[Planned] = []
         self._inbox: deque[Callable[[Host], object]] = deque()
         self._woken = Event(loop)
@@ -255,6 +256,7 @@ class Engine:
             self._name_later(part, self.weights.to_bytes(32))
         draw = random.Random(self._random.random()).random
         self.scheduler = self.parts[0].scheduler(draw=draw)
+        self._see_verdicts()
         role = GuardedScheduler(
             self.scheduler,
             self.observer,
@@ -271,6 +273,17 @@ class Engine:
         self.host = Host(self.loop, shape.host, role, ranks, self, self._random)
         self.host.weights = self.weights
         self.host.longest_wait = 2.0 * self.parts[0].config.load_timeout_seconds + 3.0
+
+    def _see_verdicts(self) -> None:
+        """Know which slots have what the scheduler finds to be wrong."""
+        pool, take_out = self.scheduler.pool, self.scheduler.audits.take_out
+
+        def condemn(keys: Sequence[ChunkKey], *given: Any) -> None:
+            found = [slot for slot in map(pool.find, keys) if slot is not None]
+            self._condemned.update((id(slot), slot) for slot in found)
+            take_out(keys, *given)
+
+        self.scheduler.audits.take_out = condemn
 
     def _name_later(self, part: PrefixCache, weights: bytes) -> None:
         """A rank hashes its weights while it serves."""
@@ -325,6 +338,12 @@ class Engine:
 
     def loaded(self, request: HostRequest, start: int, stop: int) -> None:
         self.watch.loaded(self, request, start, stop)
+        search = self.scheduler.requests.by_id[request.request_id].search
+        if any(id(slot) in self._condemned for slot in search.pinned):
+            raise Wrong("verdict", f"{self.name} loads for {request!r} what it has taken out")
+
+    def is_not_finite(self, seed: int) -> bool:
+        return seed in self.watch.truth.not_finite
 
     def after_step(self) -> None:
         """What holds after every step."""

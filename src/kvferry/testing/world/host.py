@@ -52,6 +52,9 @@ class Watch(Protocol):
     def loaded(self, request: HostRequest, start: int, stop: int) -> None:
         """These tokens of a request come from the connector."""
 
+    def is_not_finite(self, seed: int) -> bool:
+        """Whether a record of a token with this seed has NaN."""
+
     def after_step(self) -> None:
         """A step has ended in which requests began or ended, or which reported something."""
 
@@ -406,9 +409,11 @@ class Host:
 
     def _is_glitch(self, request: HostRequest, token: WrongToken) -> bool:
         """Whether memory may have offered this: the device computed NaN for these very tokens, so
-        short ago that it may not have shown yet."""
-        at = self._glitched.get(request.seeds[token.place], -math.inf)
-        return token.is_nan and self.loop.now < at + HASH_SECONDS
+        short ago that it may not have shown yet; or an older release stored it."""
+        seed = request.seeds[token.place]
+        at = self._glitched.get(seed, -math.inf)
+        is_recent = self.loop.now < at + HASH_SECONDS
+        return token.is_nan and (is_recent or self._watch.is_not_finite(seed))
 
     def _written(self, step: HostStep, request: HostRequest) -> set[int]:
         """The blocks into which a step wrote what it computed for a request."""

@@ -8,13 +8,15 @@ from kvferry.store.kinds import is_peer
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.looks import SETTLE_SECONDS, look_again
 from kvferry.testing.world.loop import Wrong
+from kvferry.testing.world.media import NOT_FINITE
 from kvferry.testing.world.scenario import Ask
 from kvferry.testing.world.world import World
 
 LAST_REQUEST_SECONDS = 900.0
 """Within this time after the last action, every request has ended."""
 
-_DAMAGE = ("fault flip", "fault cut", "suffer spoil", "suffer foreign", "glitch")
+_NAN = ("glitch", f"suffer {NOT_FINITE}")
+_DAMAGE = ("fault flip", "fault cut", "suffer spoil", "suffer foreign", *_NAN)
 _OUTAGES = (
     *(
         "break_at",
@@ -37,8 +39,8 @@ NEVER = {
     "audit_mismatch": _DAMAGE,
     "records_corrupt": _DAMAGE,
     "store_quarantined": _DAMAGE,
-    "save_not_finite": ("glitch",),
-    "load_failed_chunks": ("break_load", "break_at", "glitch", "reset_within"),
+    "save_not_finite": _NAN,
+    "load_failed_chunks": ("break_load", "break_at", "reset_within", *_NAN),
     "save_failed": (*_OUTAGES, "erase"),
     "store_probe_failed": (*_OUTAGES, *_DAMAGE, "reset", "reset_within", "sleep"),
 }

@@ -17,6 +17,7 @@ from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.store.memory import copy_ranges
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
 from kvferry.testing.world.loop import Loop, Wrong
+from kvferry.testing.world.records import with_nan
 from kvferry.testing.world.truth import Truth
 from kvferry.transfer.base import KeyState
 from kvferry.types import ChunkKey
@@ -39,6 +40,9 @@ FAULTS = OUTAGES + DAMAGE
 
 OFFENCES = ("evict", "empty", "spoil", "foreign", "restart")
 """What happens to a medium at once; see `Medium.suffer`."""
+
+NOT_FINITE = "not finite"
+"""An offence, too: a release that stored NaN has written records."""
 
 
 @dataclass
@@ -144,6 +148,13 @@ class Medium:
             values = [self.values[name] for name in chosen]
             for name, value in zip(chosen, [*values[1:], b"not a record"], strict=True):
                 self.values[name] = value
+        elif offence == NOT_FINITE:
+            assert self._truth is not None
+            for name in chosen:
+                changed = with_nan(key_in(name), self.values[name], self._random)
+                if changed is not None:
+                    self.values[name] = changed
+                    self._truth.be_not_finite(key_in(name))
         else:
             assert offence in OFFENCES
 

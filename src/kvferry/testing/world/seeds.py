@@ -10,11 +10,18 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.contract.spec import Mode
-from kvferry.testing.world.media import DAMAGE, OFFENCES, OUTAGES
+from kvferry.testing.world.media import DAMAGE, NOT_FINITE, OFFENCES, OUTAGES
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scenario, without
 from kvferry.testing.world.shapes import NEAR, EngineShape, HostShape
-from kvferry.testing.world.twists import LATER_TWISTS, TWISTS, in_vain, lending, twisted
+from kvferry.testing.world.twists import (
+    LATER_TWISTS,
+    OLDER_TWIST,
+    TWISTS,
+    in_vain,
+    lending,
+    twisted,
+)
 from kvferry.types import DEFAULT_OPTIONS, RequestOptions
 
 FIRST_PORT = 7000
@@ -30,6 +37,8 @@ IN_VAIN = 0.05
 """The part of others with several engines in which what is handed over never comes."""
 LATER = 0.2
 """The part of others that have such a script and nothing else."""
+OLDER = 0.08
+"""The part of scenarios with NaN that an older release stored; in a third, a script needs it."""
 WINDOWS = 0.25
 """The part of models that have a group with a window."""
 FILES = 0.04
@@ -92,6 +101,12 @@ def draw(seed: int) -> Scenario:
     elif more.random() < LATER:
         first, actions = twisted(more, engines[0], list(media), more.choice(LATER_TWISTS))
         engines = (first, *engines[1:])
+    older = random.Random(f"not finite {seed}")
+    if older.random() < OLDER / 3:
+        first, actions = twisted(older, engines[0], list(media), OLDER_TWIST)
+        engines = (first, *engines[1:])
+    elif older.random() < OLDER * 2 / 3:
+        actions = (*actions, *_not_finite(older, list(media), actions[-1].at))
     if more.random() < WINDOWS:
         window = more.choice((chunk_tokens, 14, 20, 33))
         engines = tuple(_with_window(each, window) for each in engines)
@@ -103,6 +118,12 @@ def _losses(rng: random.Random, last: float) -> list[Action]:
     """What happens to the files of a directory."""
     at = [round(last * rng.random(), 3) for _ in range(rng.choice((0, 1, 2, 3)))]
     return [Action(each, "lose_files", (rng.choice(("records", "index", "all")),)) for each in at]
+
+
+def _not_finite(rng: random.Random, media: Sequence[str], last: float) -> list[Action]:
+    """What an older release stored."""
+    at = [round(last * rng.random(), 3) for _ in range(3)]
+    return [Action(each, "suffer", (rng.choice(media), NOT_FINITE)) for each in at]
 
 
 def _of_model(shape: EngineShape, chunk_tokens: int, num_groups: int) -> EngineShape:

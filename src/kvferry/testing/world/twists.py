@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvferry.contract.spec import Mode
+from kvferry.testing.world.media import NOT_FINITE
 from kvferry.testing.world.scenario import Action, Ask
 from kvferry.testing.world.shapes import NEAR, EngineShape
 
@@ -100,6 +101,22 @@ def _erasure(rng: random.Random, name: str, _media: Sequence[str]) -> Script:
     return [(0.0, "send", (name, ask)), (rng.choice((6.0, 90.0)), "erase", ("salt",))]
 
 
+def _not_finite(_rng: random.Random, name: str, media: Sequence[str]) -> Script:
+    """An audit finds NaN in records of an older release. Others were promised them, and wait for
+    blocks."""
+    script: Script = []
+    for number in range(4):
+        ask, at = Ask(number, 64, tail=0, max_tokens=1), 12.0 * number
+        older = [(at + 4.0, "suffer", (medium, NOT_FINITE)) for medium in media] * 3
+        script += [
+            (at, "send", (name, ask)),
+            *(older if number else ()),  # the first hit passes its audit: later ones may have none
+            (at + 5.0, "forget", (name,)),
+            *[(at + 5.0, "send", (name, ask._replace(tail=20, max_tokens=10)))] * 5,
+        ]
+    return script
+
+
 class Twist(NamedTuple):
     """A script, and how it sets up its engine."""
 
@@ -138,6 +155,14 @@ LATER_TWISTS = (
     Twist(_slow_erasure, shape={"num_slots": 24, "late_weights": 0.0}, options={"io_threads": 1}),
 )
 """Apart from the others, so that what was drawn before stays as it is."""
+
+
+OLDER_TWIST = Twist(
+    _not_finite,
+    shape={"late_weights": 0.0},
+    host={**_CROWDED, "max_tokens": 64, "decode_tokens": 1},
+    options={"audit": 0.5},
+)
 
 
 def twisted(

@@ -21,7 +21,15 @@ from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.host import Host
 from kvferry.testing.world.loop import START, Loop, Wrong
-from kvferry.testing.world.media import FAULTS, OFFENCES, Media, Medium, Peers, forget
+from kvferry.testing.world.media import (
+    FAULTS,
+    NOT_FINITE,
+    OFFENCES,
+    Media,
+    Medium,
+    Peers,
+    forget,
+)
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.requests import UNREAD, HostRequest, Scheduled
 from kvferry.testing.world.scenario import DIRECTORY, Ask, Scenario
@@ -171,7 +179,7 @@ class World:
 
     def suffer(self, medium: str, what: str) -> None:
         """Something happens to what a medium holds."""
-        assert what in OFFENCES
+        assert what in (*OFFENCES, NOT_FINITE)
         self.media.by_name[medium].suffer(what)
 
     def lose_files(self, what: str) -> None:
