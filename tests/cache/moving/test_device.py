@@ -127,67 +127,6 @@ def test_what_one_layout_saved_another_loads(make, device, layout, other):
     assert_rows(reader.rows(LOADED), expected)
 
 
-@ORDERS
-def test_a_save_takes_what_the_step_computed_before_the_next_step_overwrites_it(make, first):
-    device, store = SimulatedDevice(), MemoryStore("device")
-    host = make(store=store, setup=device.setup())
-    host.begin(saves=saves())
-    expected = []
-    device.compute(lambda: (host.fill(), expected.extend(host.rows(SAVED))))
-    host.end()
-    device.compute(lambda: host.fill(start=10**6))
-    device.wait_until_waited_for()
-    assert store.stat().num_records == 0, "written before the device was there"
-    device.drain(first)
-    host.settle(saved=3)
-    assert is_stored(host)
-    reader = make("HND", store)
-    reader.fetch()
-    reader.begin(loads=(reader.load(),))
-    assert_rows(reader.rows(LOADED), expected)
-
-
-@ORDERS
-def test_a_load_waits_for_the_step_before_and_the_forward_for_the_load(make, first):
-    store, expected = stored(make)
-    device = SimulatedDevice()
-    host = make("HND", store, setup=device.setup())
-    host.fetch()
-    device.compute(lambda: host.fill(start=77))  # still uses the blocks
-    host.begin(loads=(host.load(),))
-    seen = []
-    device.compute(lambda: seen.extend(host.rows(LOADED)))
-    host.end()
-    assert not host.invalid
-    device.drain(first)
-    assert_rows(seen, expected)
-
-
-def test_a_slot_that_the_device_still_reads_is_not_read_into(make):
-    store, expected = stored(make)
-    notes = NotesReads(store)
-    device = SimulatedDevice()
-    host = make(store=notes, setup=device.setup())
-    host.fetch()
-    host.step(loads=(host.load(),))
-    # The pool may assign these slots again at once: their pins ended with the plan of the load.
-    notes.opened.clear()
-    first, second, third = chunks(FETCH_SLOTS)
-    others = (
-        SlotChunk(first.slot, second.key, second.first_token),
-        SlotChunk(6, third.key, third.first_token),
-    )
-    host.step(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in others))
-    host.settle(held=4)  # the three before, and the one in a slot that no device reads
-    device.wait_until_waited_for()
-    assert notes.opened == [third.key]
-    assert host.held[-1].slot == 6
-    device.drain()
-    host.settle(held=5)
-    assert notes.opened == [third.key, second.key]
-    assert_rows(host.rows(LOADED), expected)
-
-
 def test_a_copy_is_reported_when_the_device_has_made_it(make):
     """Not before: from then on the slot may be another chunk's."""
     device = SimulatedDevice()
@@ -199,22 +138,6 @@ def test_a_copy_is_reported_when_the_device_has_made_it(make):
     device.drain()
     host.settle(held=3)
     assert sorted(held.slot for held in host.held) == sorted(SAVE_SLOTS)
-
-
-def test_what_was_saved_is_loaded_from_its_slot(make):
-    device, store = SimulatedDevice(), NotesReads(MemoryStore("device"))
-    host = make(store=store, setup=device.setup())
-    host.fill()
-    expected = host.rows(SAVED)
-    host.step(saves=saves())
-    device.drain()
-    host.settle(saved=3, held=3)
-    host.fill(start=10**6)
-    host.step(loads=(host.load(slots=SAVE_SLOTS),))
-    device.drain()
-    assert not host.invalid
-    assert_rows(host.rows(LOADED), expected)
-    assert store.opened == []
 
 
 @pytest.mark.parametrize("device", ["simulated", pytest.param("cuda", marks=GPU)])
