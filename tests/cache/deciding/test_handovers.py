@@ -161,15 +161,6 @@ def test_what_does_not_come_is_computed_after_the_deadline(make_engine, server, 
     assert "the rest did not come" in line
 
 
-def test_who_only_takes_what_is_there_does_not_wait(make_engine, server):
-    params = {"remote_kv_source": {"remote_host": "10.1.2.3", "remote_port": 7777}}
-    host = make_engine(server)
-    assert decode(host, params) == 0
-    assert host.observer["miss_tokens/absent"] == 40
-    prefill(make_engine(server))
-    assert decode(make_engine(server), params) == 40
-
-
 NO_WAIT = {
     "another version": ({"v": 2}, "other_producer", "version 2"),
     "another model": ({"namespace": "0123456789abcdef"}, "other_producer", "0123456789abcdef"),
