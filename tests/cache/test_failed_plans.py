@@ -231,17 +231,6 @@ def test_nothing_is_saved_of_a_request_whose_load_was_not_planned(make_host):
     assert not getattr(build_plan(host, request), "saves", ())
 
 
-@pytest.mark.parametrize("is_reset", [False, True])
-def test_after_a_reset_nothing_is_saved_of_what_runs(make_host, is_reset: bool):
-    host = make_host()
-    request = host.admitted("running", PROMPT)
-    if is_reset:
-        assert host.scheduler.reset()
-    request.num_scheduled_tokens = len(PROMPT)
-    saves = getattr(build_plan(host, request), "saves", ())
-    assert len(saves) == (0 if is_reset else NUM_CHUNKS)
-
-
 def test_a_hit_cut_short_for_want_of_windows_is_looked_for_in_linear_time(make_host, monkeypatch):
     (full,) = make_groups()
     host = make_host(groups=(full, replace(full, window=9)))

@@ -34,7 +34,6 @@ from kvferry.testing.faults import (
     truncate,
     zero,
 )
-from kvferry.testing.stores import read_value
 from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import ExtraKeys
 from tests.cache.hosts import make_groups
@@ -82,20 +81,6 @@ def test_a_damaged_chunk_is_a_miss_and_is_taken_out(make_host, damage: Callable)
     # What was computed again was stored again, so the next one hits all of it.
     host.settle()
     assert store.where(keys[2]) is Where.HERE
-
-
-def test_records_under_each_others_names_are_misses(make_host):
-    store, keys = store_prompt(make_host)
-    contents = []
-    for key in keys[:2]:
-        contents.append(read_value(store, key))
-    for key, content in zip(keys[:2], reversed(contents), strict=True):
-        store.delete(key)
-        store.put(key, [content])
-    host = make_host(store=store)
-    host.run("reader", PROMPT)
-    assert host.observer["miss_other_record"] >= 1
-    assert host.observer["records_corrupt"] >= 1
 
 
 def test_a_failing_medium_is_a_miss_and_is_not_asked_for_the_same_chunk_again(make_host):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvferry.store.memory import MemoryStore
-from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate
 
 from .keeping import (
@@ -208,46 +207,7 @@ def test_memory_goes_to_reads_and_writes_that_need_it(directory: Path, make_host
         assert host.pool.num_taken == 0
 
 
-def test_what_requests_count_on_is_not_evicted(make_host):
-    store, prompts = prompts_in_a_store(make_host, 2)
-    clock = FakeClock()
-    host = make_host(store=store, num_slots=NUM_CHUNKS + 2, clock=clock)
-    holder = host.add("holder", prompts[0])
-    while host.scheduler.lookup(holder, 0).num_tokens is None:
-        host.step([])
-    other = host.add("needs five", prompts[1])
-    assert host.scheduler.lookup(other, 0).num_tokens is None
-    host.settle()
-    clock.advance(5.0)
-    assert host.admit(other) == 16
-    host.prefill(other, budget=8)
-    host.finish(other)
-    host.settle()
-    assert host.scheduler.lookup(holder, 0).num_tokens == 40
-    assert host.admit(holder) == 40
-    host.prefill(holder)
-
-
 # -- promises that come to nothing --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("end", ["before it is admitted", "before its plan", "by a preemption"])
-def test_a_promise_that_comes_to_nothing_gives_its_slots_back(host, end: str):
-    request = host.add("warm", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens == 40
-    assert host.pool.num_taken == NUM_CHUNKS
-    if end != "before it is admitted":
-        assert host.admit(request) == 40
-    if end == "by a preemption":
-        host.preempt(request)
-    else:
-        host.finish(request)
-    assert host.pool.num_taken == 0
-    if end == "by a preemption":
-        assert host.admit(request) == 40
-        host.prefill(request)
-    assert host.run("again", PROMPT).num_external_tokens == 40
-    assert not host.scheduler.has_work()
 
 
 def test_a_request_that_waits_for_blocks_keeps_its_promise(host):
@@ -261,16 +221,6 @@ def test_a_request_that_waits_for_blocks_keeps_its_promise(host):
     assert host.pool.num_taken == 0
 
 
-@pytest.mark.parametrize("local", [8, 20])
-def test_a_promise_is_renewed_if_the_host_has_more_of_the_prompt_by_then(host, local: int):
-    request = host.add("warm", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens == 40
-    assert host.scheduler.lookup(request, local).num_tokens == 40 - local
-    assert host.pool.num_taken == NUM_CHUNKS - local // 8
-    assert host.admit(request) == 40
-    host.prefill(request)
-
-
 def test_a_host_may_take_less_than_it_was_promised(host):
     request = host.add("warm", PROMPT)
     assert host.scheduler.lookup(request, 0).num_tokens == 40
@@ -281,20 +231,6 @@ def test_a_host_may_take_less_than_it_was_promised(host):
     host.prefill(request)
     assert host.observer["loaded_tokens"] - before == 12
     assert host.pool.num_taken == 0
-
-
-def test_reset_empties_memory_and_reads_nothing_of_before(host):
-    request = host.add("warm", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens == 40
-    assert host.scheduler.reset()
-    assert host.pool.num_taken == 0
-    assert not any(host.pool.find(key) for key in keys_of(host))
-    host.finish(request)
-    assert host.run("another epoch", PROMPT).num_external_tokens == 0
-    host.settle()
-    assert host.store.num_opened == NUM_CHUNKS
-    assert promise(host, "of this epoch") == 40
-    assert host.parts[0].store.stat().num_records == 2 * NUM_CHUNKS  # none is deleted
 
 
 # -- what became of the store meanwhile ---------------------------------------------------------

@@ -102,16 +102,6 @@ def test_a_record_that_is_refused_while_it_is_written_goes_also_after_a_reset(ma
     assert values  # those before stay
 
 
-@pytest.mark.parametrize("how", ["stop", "distrust"])
-def test_a_request_of_an_engine_that_was_switched_off_is_told_why(make_host, how):
-    host = make_host()
-    getattr(host.scheduler.identity, how)("rank 3: a fault")
-    request = host.add("r", PROMPT, options=RequestOptions(explain=True))
-    host.admit(request)
-    host.prefill(request)
-    assert "rank 3: a fault" in str(host.finish(request))
-
-
 def test_a_request_that_waits_again_after_a_reset_is_explained_by_what_it_got(make_host, stored):
     host = make_host(store=stored)
     request = host.admitted("r", PROMPT, options=RequestOptions(explain=True))

@@ -7,7 +7,6 @@ request's KV after it is computed.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -88,40 +87,6 @@ class Stalled:
 
 
 @RANKS
-def test_a_read_that_never_ends_is_given_up_and_its_slot_is_not_assigned_before_its_end(
-    make_host, two_prompts: Path, world_size: int
-):
-    stalled = Stalled(make_host, two_prompts, world_size, num_slots=NUM_CHUNKS + 3)
-    host = stalled.host
-    request = stalled.give_up()
-    stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
-    assert len(stuck) == NUM_CHUNKS
-    host.complete(request)
-    # Three slots are left to the others.
-    other = host.add("other", OTHER)
-    assert host.scheduler.lookup(other, 0).num_tokens is None
-    first_three = keys_of(host, OTHER)[:3]
-
-    def are_held() -> bool:
-        host.step([])
-        assert not any(slot_at(host.pool, index).is_idle for index in stuck)
-        return all(host.pool.holds(key, frozenset([0])) for key in first_three)
-
-    wait_for(are_held)
-    assert host.scheduler.lookup(other, 0).num_tokens is None
-    stalled.clock.advance(5.0)
-    assert host.admit(other) == 24
-    slots = {slot.index for key in keys_of(host, OTHER) if (slot := host.pool.find(key))}
-    assert not slots & stuck
-    host.complete(other)
-    host.step([])
-    assert not any(slot_at(host.pool, index).is_idle for index in stuck)
-    stalled.gate.release()
-    assert_settles(host)
-    assert host.run("again", PROMPT).num_external_tokens == 40
-
-
-@RANKS
 def test_late_bytes_are_not_held_and_meet_no_other_chunk(
     make_host, two_prompts: Path, world_size: int
 ):
@@ -186,15 +151,6 @@ def test_a_pool_full_of_unfinished_reads_hangs_no_request_and_recovers(
     assert_settles(host)
     assert host.run("again", PROMPT).num_external_tokens == 40
     assert host.run("other again", OTHER).num_external_tokens == 40
-
-
-def test_close_does_not_wait_for_a_pool_full_of_unfinished_reads(make_host, two_prompts: Path):
-    stalled = Stalled(make_host, two_prompts, num_slots=NUM_CHUNKS)
-    stalled.give_up()
-    started = time.monotonic()
-    stalled.host.close()
-    assert time.monotonic() - started < 30
-    stalled.gate.release()
 
 
 # -- one slot -----------------------------------------------------------------------------------
@@ -264,60 +220,6 @@ def test_a_fetch_that_is_taken_back_before_its_plan_is_never_begun(make_host, di
 
 
 # -- reset --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("planned", [True, False])
-def test_reset_while_fetches_are_under_way(make_host, directory: Path, planned: bool):
-    gate = Gate()
-    stalling = StallingStore(open_store(directory), gate=gate, operations={"read"})
-    host = make_host(store=stalling, num_slots=NUM_CHUNKS + 1)
-    request = host.add("waits", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens is None
-    if planned:
-        host.step([])
-        assert gate.wait_for_arrival()
-    old_keys = keys_of(host)
-    assert host.scheduler.reset()
-    check_pool(host.pool)
-    assert host.pool.num_taken == (NUM_CHUNKS if planned else 0)
-    assert host.scheduler.lookup(request, 0).num_tokens == 0
-    host.step([])
-    gate.release()
-    assert_settles(host)
-    assert not any(host.pool.find(key) for key in old_keys)
-    host.admit(request)
-    host.complete(request)
-    host.settle()
-    assert host.run("of this epoch", PROMPT).num_external_tokens > 0
-
-
-@RANKS
-def test_reset_while_saves_are_under_way(make_host, tmp_path: Path, world_size: int):
-    gate = Gate()
-    stores = [
-        StallingStore(open_store(tmp_path), gate=gate, operations={"put"})
-        for _ in range(world_size)
-    ]
-    host = make_host(store=stores[0].url, rank_stores=stores, world_size=world_size)
-    request = host.admitted("writer", PROMPT)
-    host.step([request], tokens=len(PROMPT))
-    old_keys = keys_of(host)
-    wait_for(lambda: (host.step([]), gate.wait_for_arrival(0.01))[1])
-    assert host.pool.is_writing
-    assert host.scheduler.reset()
-    check_pool(host.pool)
-    host.finish(request)
-    again = host.add("of this epoch", PROMPT)
-    assert host.admit(again) == 0
-    host.complete(again)
-    gate.release()
-    assert_settles(host)
-    assert not any(host.pool.find(key) for key in old_keys)
-    # What was written after all carries the old namespace, and is right under it.
-    other = make_host(store=f"file://{tmp_path}", world_size=world_size)
-    hit = other.run("of the old epoch", PROMPT).num_external_tokens
-    assert hit == 40 if world_size == 1 else hit in range(0, 41, 8)
-    assert other.observer["records_corrupt"] == 0
 
 
 def test_reset_between_a_promise_and_its_plan(make_host, directory: Path):

@@ -127,4 +127,50 @@ SCENARIOS: dict[str, Scenario] = {
         (2.0, "handover", "p", "c", _DOCUMENT, False),
         engines=_pair(names_weights=True),
     ),
+    # A read that hangs costs a bounded time. Its slots come back once it has ended.
+    "read-hangs": _scenario(
+        (1.0, "send", "p", _DOCUMENT),
+        (5.0, "upon", "c", "fetching", 9.0, "fault", ("m0", "stuck", 60.0, "")),
+        (5.0, "send", "c", _DOCUMENT),
+        (90.0, "expect", "c", _DOCUMENT, True),
+        engines=_pair(),
+    ),
+    # A client that leaves while its prompt is read leaves no slot in use.
+    "client-leaves": _scenario(
+        (1.0, "send", "p", _DOCUMENT),
+        (5.0, "upon", "c", "fetching", 9.0, "abort", ("c",)),
+        (5.0, "send", "c", _DOCUMENT),
+        (6.0, "expect", "c", _DOCUMENT, True),
+        engines=_pair(),
+    ),
+    # What is written when the weights change is under the key of the weights before.
+    "new-weights-while-writing": _scenario(
+        (1.0, "upon", "a", "writing", 9.0, "reset", ("a", True)),
+        (1.0, "send", "a", _DOCUMENT),
+        (9.0, "expect", "a", _DOCUMENT, True),
+        engines=(replace(_ONE, host=_NO_CACHE),),
+    ),
+    # Nor is what is read then loaded under the new ones.
+    "new-weights-while-reading": _scenario(
+        (1.0, "send", "p", _DOCUMENT),
+        (5.0, "upon", "c", "fetching", 9.0, "reset", ("c", True)),
+        (5.0, "expect", "c", _DOCUMENT, False),
+        (9.0, "expect", "c", _DOCUMENT, True),
+        engines=_pair(),
+    ),
+    # Records under each other's names are taken for none of them.
+    "names-mixed-up": _scenario(
+        (1.0, "send", "p", _DOCUMENT),
+        (5.0, "suffer", "m0", "foreign"),
+        (6.0, "send", "c", _DOCUMENT),
+        (20.0, "expect", "c", _DOCUMENT, True),
+        engines=_pair(),
+    ),
+    # An engine that finds that it cannot be right loads nothing more.
+    "switched-off": _scenario(
+        (1.0, "send", "a", _DOCUMENT),
+        (5.0, "switch_off", "a"),
+        (6.0, "expect", "a", _DOCUMENT, False),
+        engines=(replace(_ONE, host=_NO_CACHE),),
+    ),
 }
