@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -242,15 +241,16 @@ class VersionedHost:
         wait_until(has_ended, "the connector asks for no more steps", timeout)
 
     def rest_until_saved(self, timeout: float = 30.0) -> None:
-        """Step as an engine with other work does, until no slot of memory is in use, and no counter
-        changes any more."""
-        deadline, quiet = time.monotonic() + timeout, 0
-        while quiet < 80 and time.monotonic() < deadline:
-            before = dict(self.counters)
+        """Step as an engine with other work does, until no slot of memory is in use, and all that
+        ended is counted."""
+
+        def is_at_rest() -> bool:
             self.step([])
             in_use = self.scheduler._observer.gauges().get("pool_slots/in_use")
-            quiet = quiet + 1 if self.counters == before and not in_use else 0
-            time.sleep(0.002)
+            return not in_use and not self.scheduler.has_pending_push_work()
+
+        wait_until(is_at_rest, "no slot is in use", timeout)
+        self.step([])  # threads' counts travel with the next step
 
     def sleep(self) -> None:
         """Reset the connector and take the KV memory away, between requests. Memory is unregistered
