@@ -9,9 +9,7 @@ import io
 import json
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.testing.models import make_tiny_model
-from tests.real_vllm.damage import DAMAGES, by_position
-from tests.real_vllm.harness import Answer, Oracle, Process, kvferry, wait_for_records
+from tests.real_vllm.harness import Oracle, Process
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
@@ -148,49 +145,3 @@ def oracle(models: dict[str, Path], pool: Pool) -> Iterator[Oracle]:
     oracle = Oracle(models["plain"], pool.get("oracle"))
     yield oracle
     oracle.close()
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A store that was written once, with three chunks of each prompt.
-
-    Attributes:
-        store: directory of the store; tests change only copies of it.
-        files: files of each prompt, first chunk first, relative to the store.
-        own: answers of an engine without a connector, by its own prefix hit.
-    """
-
-    store: Path
-    prompts: list[list[int]]
-    files: list[list[Path]]
-    own: list[Answer]
-
-    def copy_to(self, path: Path) -> Path:
-        """Copy the store to `path`; return `path`."""
-        shutil.copytree(self.store, path)
-        return path
-
-
-@pytest.fixture(scope="session")
-def stored(
-    tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
-) -> Stored:
-    """A store with one prompt per kind of damage, and one more."""
-    source = random.Random(20)
-    lengths = [3 * 128 + 16] * (len(DAMAGES) + 1)
-    prompts = [[source.randrange(3, 320) for _ in range(n)] for n in lengths]
-    store = tmp_path_factory.mktemp("stored") / "store"
-    files: list[list[Path]] = []
-    seen: set[Path] = set()
-    with pool.get("first").engine(models["plain"], kvferry(store)) as engine:
-        for prompt in prompts:
-            engine.generate([prompt], max_tokens=1)
-            new = wait_for_records(store, len(seen) + 3) - seen
-            seen |= new
-            files.append(list(new))
-    positions = by_position(store)
-    in_order = [
-        [path.relative_to(store) for path in sorted(new, key=positions.__getitem__)]
-        for new in files
-    ]
-    return Stored(store, prompts, in_order, list(oracle(prompts)))

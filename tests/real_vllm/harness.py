@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,9 +135,9 @@ class Answers:
         return sum(answer.cached or 0 for answer in self.answers) - self.external
 
     def counted(self, *parts: str) -> float:
-        """Sum of our metrics whose name holds one of `parts`."""
-        ours = {n: v for n, v in self.metrics.items() if "kvferry" in n}
-        return sum(v for n, v in ours.items() if any(part in n for part in parts))
+        """Sum of our metrics whose name holds one of `parts`, as far as steps of these requests
+        brought them: see `Engine.wait_counted`."""
+        return total(self.metrics, *parts)
 
 
 @dataclass
@@ -202,24 +202,6 @@ class Process:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=20)
-
-    def finish(self, seconds: float) -> None:
-        """Let the process end by itself.
-
-        Raises:
-            EngineHungError: it did not end in time.
-            EngineError: it ended with an error.
-        """
-        self.usable = False
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            status = self._process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise EngineHungError(f"the process did not end in {seconds:.0f} s") from None
-        if status:
-            raise EngineError(f"the process ended with {status}\n{self.tail()}")
 
     def send(self, command: str, **arguments: Any) -> None:
         """Send a command without waiting for its answer."""
@@ -368,6 +350,29 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = self.process.call("metrics", 30)["metrics"]
         return found
+
+    def wait_counted(
+        self, is_so: Callable[[dict[str, float]], bool], what: str, seconds: float = 60.0
+    ) -> dict[str, float]:
+        """Run steps until this is so of the metrics; return them. What other threads count travels
+        with the next step."""
+        found = self.metrics()
+
+        def is_counted() -> bool:
+            nonlocal found
+            if not is_so(found):
+                self.generate([[7, 8, 9]], max_tokens=2)
+                found = self.metrics()
+            return is_so(found)
+
+        wait_until(is_counted, what, seconds, interval=0.05)
+        return found
+
+
+def total(metrics: dict[str, float], *parts: str) -> float:
+    """Sum of our metrics whose name holds one of `parts`."""
+    ours = {name: value for name, value in metrics.items() if "kvferry" in name}
+    return sum(value for name, value in ours.items() if any(part in name for part in parts))
 
 
 class Oracle:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.testing.stores.hooks import wait_until
 from tests.real_vllm.conftest import MakePrompt, Pool
 from tests.real_vllm.harness import (
     DRIVER,
@@ -17,6 +16,7 @@ from tests.real_vllm.harness import (
     assert_same,
     kvferry,
     records,
+    total,
     wait_for_records,
 )
 from tests.real_vllm.host import does
@@ -118,8 +118,10 @@ def test_after_weights_changed_in_place_a_reset_keeps_the_old_kv_from_the_new_mo
 
 
 @does("resets the connector when it goes to sleep", since=(0, 28))
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("weights", ["have no name", "have their old name", "have another name"])
+@pytest.mark.parametrize(
+    ("level", "weights"),
+    [(1, "have no name"), (1, "have their old name"), (2, "have another name")],
+)
 def test_an_engine_that_slept_reads_what_it_stored_if_a_file_names_the_same_weights(
     level: int, weights: str, tmp_path: Path, models: Models, make_prompt: MakePrompt,
     first: Process, second: Process,
@@ -174,14 +176,9 @@ def test_weights_changed_in_place_without_a_reset_are_noticed_at_the_first_hit(
         change_weights(first, "apply_model", models)
         engine.wait_until_known(stored)
         engine.generate(prompts[:1])
-        short = [make_prompt(40)]
-
-        def is_noticed() -> bool:  # another thread compares, and counts travel with steps
-            engine.generate(short)
-            counts = engine.metrics()
-            return any(n for name, n in counts.items() if "audit_mismatch" in name)
-
-        wait_until(is_noticed, "the audit of the first hit")
+        engine.wait_counted(
+            lambda found: total(found, "audit_mismatch") > 0, "the audit of the first hit"
+        )
         later = engine.generate(prompts[1:])
         new = engine.generate([make_prompt(300)])
     assert later.external == 0

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.record.check import RecordInfo
+from kvferry.store.maintenance import inspect
+from kvferry.store.url import open_store
 from kvferry.testing.models import make_tiny_model
 from tests.real_vllm.conftest import MakePrompt, Pool
-from tests.real_vllm.damage import by_position, flip_in_payload
 from tests.real_vllm.harness import (
     Answer,
     Answers,
@@ -49,6 +51,19 @@ class Runs:
     wrong: set[str]
 
 
+def damage_second_chunk(store: Path, files: set[Path]) -> None:
+    """Flip a bit in the payload of the second chunk of the prompt whose records these are."""
+    by_key = {path.stem: path for path in files}
+    with open_store(f"file://{store}?read_only=true") as opened:
+        for entry in opened.catalogue().scan():
+            path, info = by_key.get(entry.key.hex()), inspect(opened, entry)
+            assert isinstance(info, RecordInfo), f"{entry.key.hex()} is not sound: {info}"
+            if path is not None and info.first_token == 128:
+                content = bytearray(path.read_bytes())
+                content[len(content) * 2 // 3] ^= 0x10
+                path.write_bytes(content)
+
+
 @pytest.fixture(scope="module")
 def outcome(
     tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
@@ -71,12 +86,11 @@ def outcome(
         before = records(store)
         runs["2 before the damage"] = engine.generate(prompts["damaged"])
         new = wait_for_records(store, stored + 3) - before
-    positions = by_position(store)
     # The longest prompt comes last and fills the memory: what is damaged then is not in it.
     small = kvferry(store, memory_bytes=memory_of(store, 6))
     with pool.get("ranks").engine(model, small, **TWO_RANKS) as engine:
         runs["2 -> 2"] = engine.generate(prompts["two"])
-        flip_in_payload(sorted(new, key=positions.__getitem__))
+        damage_second_chunk(store, new)
         runs["2 damaged -> 2"] = engine.generate(prompts["damaged"])
     pool.get("ranks").start(model, connector, **TWO_RANKS)
     died = kill_a_rank(pool.get("ranks"), store, prompts["killed"], -1)

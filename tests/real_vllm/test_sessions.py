@@ -48,8 +48,7 @@ def make_pairs(make_prompt: MakePrompt, *, pictures: bool) -> list[tuple[Session
 
 
 @does("has streaming sessions", since=(0, 32))
-@pytest.mark.parametrize("generated", [True, False])
-@pytest.mark.parametrize("what", ["text", "pictures"])
+@pytest.mark.parametrize(("what", "generated"), [("text", False), ("pictures", True)])
 def test_sessions_of_equal_tokens_read_what_is_theirs(
     what: str, generated: bool, tmp_path: Path, models: dict[str, Path], make_prompt: MakePrompt,
     first: Process, second: Process,

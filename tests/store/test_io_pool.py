@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -216,3 +217,11 @@ def test_threads_run_after_those_of_the_engine_whoever_starts_them(pool):
     assert all(job.wait(PATIENCE_SECONDS) for job in jobs)
     assert [job.result for job in jobs] == [min(own + NICENESS, 19)] * 2
     assert os.getpriority(os.PRIO_PROCESS, os.getpid()) == own
+
+
+def test_a_process_ends_although_a_job_hangs():
+    code = (
+        "import threading; from kvferry.store.io_pool import IOPool; "
+        "IOPool(1, 'test').submit(lambda _: threading.Event().wait())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)
