@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,7 +28,7 @@ from kvferry.testing.stores import (
 from tests.servers.certificates import make_certificate
 from tests.servers.process import LOCALHOST, free_ports
 from tests.servers.proxy import running_proxy
-from tests.servers.valkey import ValkeyCluster, ValkeyServer, running_valkey
+from tests.servers.valkey import ValkeyServer, running_valkey
 from tests.store.servers.real_clients import (
     ClientTests,
     ServerStoreTests,
@@ -44,10 +44,6 @@ pytestmark = pytest.mark.usefixtures("patient_calls")
 SECRET = "pa:ss/word@%20"
 
 
-def make_client(port: int, **options: object) -> ValkeyClient:
-    return ValkeyClient([(LOCALHOST, port)], **options)
-
-
 def read_whole(client: ValkeyClient, name: str, deadline: float | None = None) -> bytes | None:
     deadline = soon() if deadline is None else deadline
     size = client.read(name, [], deadline)
@@ -58,18 +54,34 @@ def read_whole(client: ValkeyClient, name: str, deadline: float | None = None) -
     return bytes(buffer)
 
 
+@pytest.fixture
+def connect(closing: Callable[[ValkeyClient], ValkeyClient]) -> Callable[..., ValkeyClient]:
+    """Makes clients of a port of this machine."""
+    return lambda port, **options: closing(ValkeyClient([(LOCALHOST, port)], **options))
+
+
+@pytest.fixture
+def server(valkey_server: ValkeyServer) -> Iterator[ValkeyServer]:
+    """Empty after the test."""
+    yield valkey_server
+    valkey_server.ask("FLUSHALL")
+
+
 @pytest.fixture(params=["server", "cluster"])
-def client(request: pytest.FixtureRequest) -> Iterator[ValkeyClient]:
+def nodes(request: pytest.FixtureRequest) -> Iterator[list[ValkeyServer]]:
+    """One server, or three of a cluster. Empty after the test."""
     if request.param == "server":
-        server: ValkeyServer = request.getfixturevalue("valkey_server")
-        client, nodes = make_client(server.port), [server]
+        nodes = [request.getfixturevalue("valkey_server")]
     else:
-        cluster: ValkeyCluster = request.getfixturevalue("valkey_cluster")
-        client, nodes = make_client(cluster.nodes[1].port, cluster=True), cluster.nodes
-    yield client
-    client.close()
+        nodes = request.getfixturevalue("valkey_cluster").nodes
+    yield nodes
     for node in nodes:
         node.ask("FLUSHALL")
+
+
+@pytest.fixture
+def client(nodes: list[ValkeyServer], connect: Callable[..., ValkeyClient]) -> ValkeyClient:
+    return connect(nodes[-1].port, cluster=len(nodes) > 1)
 
 
 @pytest.fixture
@@ -81,16 +93,6 @@ def lone() -> Iterator[ValkeyServer]:
 
 class TestStoreOnValkey(ServerStoreTests):
     """On one server, and on three nodes."""
-
-    @pytest.fixture(params=["server", "cluster"])
-    def nodes(self, request):
-        if request.param == "server":
-            nodes = [request.getfixturevalue("valkey_server")]
-        else:
-            nodes = request.getfixturevalue("valkey_cluster").nodes
-        yield nodes
-        for node in nodes:
-            node.ask("FLUSHALL")
 
     @pytest.fixture
     def make_client(self, nodes, closing):
@@ -106,12 +108,8 @@ class TestStoreOnValkey(ServerStoreTests):
 
 class TestValkeyClient(ClientTests):
     @pytest.fixture
-    def server(self, valkey_server):
-        return valkey_server
-
-    @pytest.fixture
-    def make_client(self, server, closing):
-        return lambda: closing(make_client(server.port))
+    def make_client(self, server, connect):
+        return lambda: connect(server.port)
 
 
 class TestValkeyClusterClient(ClientTests):
@@ -121,8 +119,8 @@ class TestValkeyClusterClient(ClientTests):
     test_a_slow_server_is_waited_for = None
 
     @pytest.fixture
-    def make_client(self, valkey_cluster, closing):
-        return lambda: closing(make_client(valkey_cluster.nodes[1].port, cluster=True))
+    def make_client(self, valkey_cluster, connect):
+        return lambda: connect(valkey_cluster.nodes[1].port, cluster=True)
 
 
 # On one server and on a cluster.
@@ -164,21 +162,20 @@ def test_both_sides_of_a_fork_have_their_own_connections(client):
 # What is of one server.
 
 
-def test_a_full_server_has_no_space():
+def test_a_full_server_has_no_space(connect):
     with running_valkey(maxmemory="6mb", maxmemory_policy="noeviction") as server:
-        client = make_client(server.port)
+        client = connect(server.port)
         value = value_of(num_bytes=400_000)
         results = [client.put(f"kv/ns/{number}", [value], soon()) for number in range(20)]
         num_stored = results.count(PutResult.STORED)
         assert 3 < num_stored < 16
         assert results == [PutResult.STORED] * num_stored + [PutResult.NO_SPACE] * (20 - num_stored)
         assert read_whole(client, "kv/ns/0") == value
-        client.close()
 
 
-def test_an_evicting_server_gives_whole_values_or_none():
+def test_an_evicting_server_gives_whole_values_or_none(connect):
     with running_valkey(maxmemory="8mb", maxmemory_policy="allkeys-lru") as server:
-        client = make_client(server.port)
+        client = connect(server.port)
         values = {f"kv/ns/{number}": value_of(number, 200_000) for number in range(60)}
         stop = threading.Event()
 
@@ -203,27 +200,24 @@ def test_an_evicting_server_gives_whole_values_or_none():
         finally:
             stop.set()
             writer.join(20)
-        client.close()
 
 
-def test_a_scan_says_when_a_value_was_used_and_does_not_use_it(valkey_server):
-    client = make_client(valkey_server.port)
+def test_a_scan_says_when_a_value_was_used_and_does_not_use_it(server, connect):
+    client = connect(server.port)
     client.put("kv/idle/old", [b"abc"], soon())
-    value = valkey_server.ask("DUMP", "kv/idle/old")
-    valkey_server.ask("RESTORE", "kv/idle/old", 0, value, "REPLACE", "IDLETIME", 3600)
+    value = server.ask("DUMP", "kv/idle/old")
+    server.ask("RESTORE", "kv/idle/old", 0, value, "REPLACE", "IDLETIME", 3600)
     for _ in range(2):
         ((_, _, last_used),) = client.scan("kv/idle/", soon())
         assert abs(time.time() - 3600 - last_used) < 60
     assert client.delete("kv/idle/old", soon())
-    client.close()
 
 
-def test_the_last_use_is_unknown_where_the_server_counts_uses():
+def test_the_last_use_is_unknown_where_the_server_counts_uses(connect):
     with running_valkey(maxmemory="50mb", maxmemory_policy="allkeys-lfu") as server:
-        client = make_client(server.port)
+        client = connect(server.port)
         client.put("kv/ns/a", [b"abc"], soon())
         assert list(client.scan("kv/", soon())) == [("kv/ns/a", 3, 0.0)]
-        client.close()
 
 
 @pytest.fixture(scope="module")
@@ -233,50 +227,46 @@ def locked() -> Iterator[ValkeyServer]:
         yield server
 
 
-def test_a_password_is_given(locked, tmp_path):
+def test_a_password_is_given(locked, tmp_path, connect):
     file = tmp_path / "password"
     file.write_text(SECRET + "\n")
     for login in (Login(password=SECRET), Login("default", SECRET), Login(password_file=str(file))):
-        client = make_client(locked.port, login=login)
+        client = connect(locked.port, login=login)
         assert client.put("kv/ns/a", [value_of(num_bytes=100_000)], soon()) is not PutResult.FAILED
-        client.close()
 
 
-def test_a_password_that_changed_is_read_again(locked, tmp_path):
+def test_a_password_that_changed_is_read_again(locked, tmp_path, connect):
     file = tmp_path / "password"
     file.write_text("an old one")
-    client = make_client(locked.port, login=Login(password_file=str(file)))
+    client = connect(locked.port, login=Login(password_file=str(file)))
     with pytest.raises(StoreError, match="refused the login"):
         client.exists(["kv/ns/a"], soon())
     file.write_text(SECRET)
     client.exists(["kv/ns/a"], soon())
-    client.close()
 
 
 @pytest.mark.parametrize(
     "login", [Login(password="wr0ng-secret"), Login("some0ne", "wr0ng-secret")]
 )
-def test_a_wrong_password_is_one_clear_line_without_it(locked, login, caplog):
+def test_a_wrong_password_is_one_clear_line_without_it(locked, login, caplog, connect):
     caplog.set_level(logging.DEBUG)
-    client = make_client(locked.port, login=login)
+    client = connect(locked.port, login=login)
     with pytest.raises(StoreError, match=r"refused the login \(WRONGPASS\); check") as caught:
         client.put("kv/ns/a", [value_of(num_bytes=300_000)], soon())
     text = f"{caught.value!r} {caught.value} {caught.value.__cause__!r} {login!r} {caplog.text}"
     assert "wr0ng" not in text
     assert "some0ne" not in text
     assert "\n" not in str(caught.value)
-    client.close()
 
 
-def test_a_missing_password_is_named(locked):
-    client = make_client(locked.port)
+def test_a_missing_password_is_named(locked, connect):
+    client = connect(locked.port)
     with pytest.raises(StoreError, match=r"NOAUTH.*give username and password_file"):
         client.put("kv/ns/a", [value_of(num_bytes=3_000_000)], soon())
-    client.close()
 
 
-def test_a_replica_is_read_and_refuses_writes(lone):
-    client = make_client(lone.port)
+def test_a_replica_is_read_and_refuses_writes(lone, connect):
+    client = connect(lone.port)
     client.put("kv/ns/a", [b"x"], soon())
     lone.ask("REPLICAOF", LOCALHOST, free_ports(1)[0])
     lone.ask("CONFIG", "SET", "replica-serve-stale-data", "yes")
@@ -285,27 +275,24 @@ def test_a_replica_is_read_and_refuses_writes(lone):
     assert read_whole(client, "kv/ns/a") == b"x"
     lone.ask("REPLICAOF", "NO", "ONE")
     assert client.put("kv/ns/b", [b"x"], soon()) is PutResult.STORED
-    client.close()
 
 
-def test_a_list_under_the_name_of_a_value_is_a_wrong_record(valkey_server):
+def test_a_list_under_the_name_of_a_value_is_a_wrong_record(server, connect):
     """So that its reader takes it out; as an error it would speak against the whole server."""
-    client = make_client(valkey_server.port)
-    valkey_server.ask("LPUSH", "kv/ns/list", "x")
+    client = connect(server.port)
+    server.ask("LPUSH", "kv/ns/list", "x")
     assert client.put("kv/ns/list", [b"value"], soon()) is PutResult.EXISTS
     assert client.read("kv/ns/list", [(0, memoryview(bytearray(5)))], soon()) == 1
     assert [(name, size) for name, size, _ in client.scan("kv/", soon())] == [("kv/ns/list", 1)]
     assert client.delete("kv/ns/list", soon())
     assert client.put("kv/ns/list", [b"value"], soon()) is PutResult.STORED
-    client.close()
-    valkey_server.ask("FLUSHALL")
 
 
 # Servers and networks that fail.
 
 
-def test_a_killed_server_is_an_error_and_comes_back_empty(lone):
-    client = make_client(lone.port)
+def test_a_killed_server_is_an_error_and_comes_back_empty(lone, connect):
+    client = connect(lone.port)
     client.put("kv/ns/a", [b"value"], soon())
     lone.process.kill()
     for call in calls_of(client, "kv/ns/a", 2.0):
@@ -314,16 +301,14 @@ def test_a_killed_server_is_an_error_and_comes_back_empty(lone):
     assert client.exists(["kv/ns/a"], soon()) == [False]
     assert read_whole(client, "kv/ns/a") is None
     assert client.put("kv/ns/a", [b"value"], soon()) is PutResult.STORED
-    client.close()
 
 
-def test_connections_that_a_server_closed_are_replaced(lone):
-    client = make_client(lone.port)
+def test_connections_that_a_server_closed_are_replaced(lone, connect):
+    client = connect(lone.port)
     for _ in range(3):
         client.exists(["kv/ns/a"], soon())
         lone.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     assert client.put("kv/ns/a", [b"value"], soon()) is PutResult.STORED
-    client.close()
 
 
 def test_a_connect_that_is_not_answered_ends_at_the_deadline():
@@ -343,24 +328,22 @@ def test_a_connect_that_is_not_answered_ends_at_the_deadline():
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 10, 150_000, 299_999])
-def test_a_value_cut_in_the_middle_is_an_error(valkey_server, num_bytes):
+def test_a_value_cut_in_the_middle_is_an_error(server, num_bytes, connect):
     value = value_of(num_bytes=300_000)
-    with running_proxy(valkey_server.port) as proxy:
-        client = make_client(proxy.port)
+    with running_proxy(server.port) as proxy:
+        client = connect(proxy.port)
         client.put("kv/ns/a", [value], soon())
         proxy.cut_after(num_bytes)
         with ends_within(15.0) as deadline, pytest.raises(StoreError, match=r"closed|reset"):
             read_whole(client, "kv/ns/a", deadline)
         proxy.pass_all()
         assert read_whole(client, "kv/ns/a") == value
-        client.close()
-    valkey_server.ask("FLUSHALL")
 
 
-def test_a_slow_network_is_waited_for_and_no_longer_than_the_deadline(valkey_server):
+def test_a_slow_network_is_waited_for_and_no_longer_than_the_deadline(server, connect):
     value = value_of(num_bytes=2_000_000)
-    with running_proxy(valkey_server.port) as proxy:
-        client = make_client(proxy.port)
+    with running_proxy(server.port) as proxy:
+        client = connect(proxy.port)
         client.put("kv/ns/a", [value], soon())
         proxy.limit(5e6)
         with ends_within(15.0) as deadline:
@@ -368,22 +351,18 @@ def test_a_slow_network_is_waited_for_and_no_longer_than_the_deadline(valkey_ser
         # Something arrives all the time, and the call still ends.
         with ends_within(0.15) as deadline, pytest.raises(StoreError, match="no answer in time"):
             read_whole(client, "kv/ns/a", deadline)
-        client.close()
-    valkey_server.ask("FLUSHALL")
 
 
-def test_a_deadline_that_has_passed_is_an_error_at_once(valkey_server):
-    client = make_client(valkey_server.port)
+def test_a_deadline_that_has_passed_is_an_error_at_once(server, connect):
+    client = connect(server.port)
     with ends_within(0.0), pytest.raises(StoreError, match="no answer in time"):
         client.exists(["kv/ns/a"], time.monotonic() - 1)
-    client.close()
 
 
-def test_a_host_without_an_address_is_an_error():
-    client = ValkeyClient([("no-such-host.invalid", 6379)])
+def test_a_host_without_an_address_is_an_error(closing):
+    client = closing(ValkeyClient([("no-such-host.invalid", 6379)]))
     with ends_within(2.0) as deadline, pytest.raises(StoreError, match=r"no-such-host\.invalid"):
         client.exists(["kv/ns/a"], deadline)
-    client.close()
 
 
 @contextlib.contextmanager
@@ -409,28 +388,26 @@ def answering(*answers: bytes) -> Iterator[int]:
         thread.join(10)
 
 
-def test_bytes_of_another_value_are_handed_on():
+def test_bytes_of_another_value_are_handed_on(connect):
     """The record's checksums are what knows better."""
     with answering(b"+OK\r\n", b"$4\r\nabcd\r\n:4\r\n:1\r\n") as port:
-        client = make_client(port)
+        client = connect(port)
         buffer = bytearray(4)
         assert client.read("kv/ns/a", [(0, memoryview(buffer))], soon()) == 4
         assert buffer == b"abcd"
-        client.close()
 
 
-def test_a_server_that_repeats_the_password_is_not_quoted():
+def test_a_server_that_repeats_the_password_is_not_quoted(connect):
     echo = f"-ERR unknown command 'AUTH', with args beginning with: '{SECRET}'\r\n".encode()
     with answering(echo) as port:
-        client = make_client(port, login=Login("someone", SECRET))
+        client = connect(port, login=Login("someone", SECRET))
         with pytest.raises(StoreError) as caught:
             client.exists(["kv/ns/a"], soon())
         assert "refused the login (ERR)" in str(caught.value)
-        client.close()
 
 
-def test_a_node_of_a_cluster_asks_for_the_option(valkey_cluster):
-    client = make_client(valkey_cluster.nodes[0].port)
+def test_a_node_of_a_cluster_asks_for_the_option(valkey_cluster, connect):
+    client = connect(valkey_cluster.nodes[0].port)
     name = next(
         name
         for name in (f"kv/ns/{number}" for number in range(300))
@@ -438,20 +415,18 @@ def test_a_node_of_a_cluster_asks_for_the_option(valkey_cluster):
     )
     with pytest.raises(StoreError, match=r"add \?cluster=true"):
         client.put(name, [b"x"], soon())
-    client.close()
 
 
-def test_a_server_that_is_no_cluster_says_so(valkey_server):
-    client = make_client(valkey_server.port, cluster=True)
+def test_a_server_that_is_no_cluster_says_so(server, connect):
+    client = connect(server.port, cluster=True)
     with pytest.raises(StoreError, match="cluster support disabled"):
         client.exists(["kv/ns/a"], soon())
-    client.close()
 
 
-def test_slots_that_move_are_followed(valkey_cluster):
+def test_slots_that_move_are_followed(valkey_cluster, connect):
     first, second, _ = valkey_cluster.nodes
     ids = {node.port: node.ask("CLUSTER", "MYID").decode() for node in (first, second)}
-    client = make_client(first.port, cluster=True)
+    client = connect(first.port, cluster=True)
     names = [f"kv/ns/{number}" for number in range(300)]
     name = next(each for each in names if first.ask("CLUSTER", "KEYSLOT", each) < 5000)
     slot = first.ask("CLUSTER", "KEYSLOT", name)
@@ -468,13 +443,12 @@ def test_slots_that_move_are_followed(valkey_cluster):
     assert client.delete(name, soon())
     for node in (first, second):
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[first.port])
-    client.close()
 
 
-def test_a_node_that_stops_holds_only_the_calls_for_it(valkey_cluster):
+def test_a_node_that_stops_holds_only_the_calls_for_it(valkey_cluster, closing):
     first, second, third = valkey_cluster.nodes
     seeds = [(LOCALHOST, node.port) for node in (first, second, third)]
-    client = ValkeyClient(seeds, cluster=True)
+    client = closing(ValkeyClient(seeds, cluster=True))
     names = [f"kv/ns/{number}" for number in range(30)]
     owners = {name: first.ask("CLUSTER", "KEYSLOT", name) * 3 // 16384 for name in names}
     for name in names:
@@ -489,7 +463,6 @@ def test_a_node_that_stops_holds_only_the_calls_for_it(valkey_cluster):
             assert client.read(kept, [], deadline) == 1
     finally:
         third.process.resume()
-    client.close()
     for node in valkey_cluster.nodes:
         node.ask("FLUSHALL")
 
@@ -502,11 +475,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
-def test_tls(valkey_server, certificate):
+def test_tls(server, certificate, connect):
     value = value_of(num_bytes=1_000_003)
     trusting = ssl.create_default_context(cafile=certificate[0])
-    with running_proxy(valkey_server.port, certificate) as proxy:
-        client = make_client(proxy.port, tls=trusting)
+    with running_proxy(server.port, certificate) as proxy:
+        client = connect(proxy.port, tls=trusting)
         pieces = [value[:17], memoryview(value)[17:]]
         assert client.put("kv/ns/tls", pieces, soon()) is PutResult.STORED
         for _ in range(3):
@@ -515,16 +488,13 @@ def test_tls(valkey_server, certificate):
         proxy.black_hole()
         with ends_within(0.4) as deadline, pytest.raises(StoreError, match="no answer in time"):
             read_whole(client, "kv/ns/tls", deadline)
-        client.close()
-    valkey_server.ask("FLUSHALL")
 
 
-def test_a_certificate_that_is_not_trusted_is_refused(valkey_server, certificate):
-    with running_proxy(valkey_server.port, certificate) as proxy:
-        client = make_client(proxy.port, tls=ssl.create_default_context())
+def test_a_certificate_that_is_not_trusted_is_refused(server, certificate, connect):
+    with running_proxy(server.port, certificate) as proxy:
+        client = connect(proxy.port, tls=ssl.create_default_context())
         with pytest.raises(StoreError, match="certificate is refused: self-signed certificate"):
             client.exists(["kv/ns/a"], soon())
-        client.close()
 
 
 def test_a_store_by_url_with_tls_and_a_password(locked, certificate, tmp_path):
@@ -543,10 +513,9 @@ def test_a_store_by_url_with_tls_and_a_password(locked, certificate, tmp_path):
                 assert SECRET not in store.url
 
 
-def test_tls_to_a_server_without_it_is_an_error(valkey_server, certificate):
+def test_tls_to_a_server_without_it_is_an_error(server, certificate, connect):
     trusting = ssl.create_default_context(cafile=certificate[0])
-    client = make_client(valkey_server.port, tls=trusting)
+    client = connect(server.port, tls=trusting)
     # It waits for the end of what looks like a command.
     with ends_within(0.3) as deadline, pytest.raises(StoreError, match="no answer in time"):
         client.exists(["kv/ns/a"], deadline)
-    client.close()

@@ -55,10 +55,10 @@ def calls_of(client):
 
 @pytest.mark.parametrize("cluster", [False, True])
 @pytest.mark.parametrize("fault", ATTACKS)
-def test_a_wrong_reply_is_one_line_in_time(fault, cluster):
+def test_a_wrong_reply_is_one_line_in_time(fault, cluster, closing):
     """If it begins right, a call may have its answer before it sees more."""
     with hostile_valkey(ATTACKS[fault]) as server:
-        client = ValkeyClient([(LOCALHOST, server.port)], cluster=cluster)
+        client = closing(ValkeyClient([(LOCALHOST, server.port)], cluster=cluster))
         for what, call in calls_of(client).items():
             started, said = time.monotonic(), "valkey: answered"
             if fault.startswith(MAY_BE_RIGHT):
@@ -72,7 +72,6 @@ def test_a_wrong_reply_is_one_line_in_time(fault, cluster):
             assert said.startswith("valkey"), what
             assert said.isprintable(), what
             assert len(said) < 300, what
-        client.close()
 
 
 PIECES = st.one_of(
@@ -144,7 +143,7 @@ def num_unread(port: int) -> int:
     return sum(int(row[4][9:], 16) for row in rows if row[2].endswith(f":{port:04X}"))
 
 
-def test_what_comes_between_two_calls_is_the_answer_to_neither():
+def test_what_comes_between_two_calls_is_the_answer_to_neither(closing):
     goes_on = threading.Event()
 
     def late(right):
@@ -154,42 +153,38 @@ def test_what_comes_between_two_calls_is_the_answer_to_neither():
         yield from silent(right)
 
     with hostile_valkey(late) as server:
-        client = ValkeyClient([(LOCALHOST, server.port)])
+        client = closing(ValkeyClient([(LOCALHOST, server.port)]))
         assert client.exists(["kv/absent"], soon()) == [False]
         goes_on.set()
         wait_until(lambda: num_unread(server.port) == len(b":1\r\n"), "more than was asked for")
         server.answer = None
         assert client.exists(["kv/absent"], soon()) == [False]
-        client.close()
 
 
-def test_a_list_of_many_pages_is_whole():
+def test_a_list_of_many_pages_is_whole(closing):
     with hostile_valkey() as server:
         pages = iter([*(str(number).encode() for number in range(1, 2001)), b"0"])
         server.next_cursor = lambda _cursor: next(pages)
-        client = ValkeyClient([(LOCALHOST, server.port)])
+        client = closing(ValkeyClient([(LOCALHOST, server.port)]))
         assert sum(1 for _ in client.scan("kv/", soon(100.0))) == 2001
-        client.close()
 
 
-def test_a_list_without_an_end_ends_at_its_deadline():
+def test_a_list_without_an_end_ends_at_its_deadline(closing):
     with hostile_valkey() as server:
         cursors = itertools.count(1)
         server.next_cursor = lambda _cursor: str(next(cursors)).encode()
-        client = ValkeyClient([(LOCALHOST, server.port)])
+        client = closing(ValkeyClient([(LOCALHOST, server.port)]))
         until = soon(1.0)
         with pytest.raises(StoreError, match="no answer in time"):
             for _ in client.scan("kv/", until):
                 pass
         assert time.monotonic() < until + GRACE_SECONDS
-        client.close()
 
 
 @pytest.mark.parametrize("names", [[b"kv/%0130d" % n for n in range(40_000)], [b"kv/" * 1_600_000]])
-def test_a_page_far_larger_than_asked_for_is_an_error(names):
+def test_a_page_far_larger_than_asked_for_is_an_error(names, closing):
     with hostile_valkey() as server:
         server.names = names
-        client = ValkeyClient([(LOCALHOST, server.port)])
+        client = closing(ValkeyClient([(LOCALHOST, server.port)]))
         with pytest.raises(StoreError, match="more than was asked for"):
             list(client.scan("kv/", soon()))
-        client.close()
