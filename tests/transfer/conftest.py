@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvferry.observe import Counters
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.transfer.base import Bounds
 from kvferry.transfer.client import PeerClient
@@ -32,15 +33,21 @@ def lender():
 
 
 @pytest.fixture
-def serve(lender, key_file, monkeypatch):
+def counters():
+    """Of all servers of a test."""
+    return Counters()
+
+
+@pytest.fixture
+def serve(lender, key_file, counters, monkeypatch):
     """Factory of servers. At the end all loans must be back and all threads gone."""
     make_connections_patient(monkeypatch)
     before = set(threading.enumerate())
     with ExitStack() as stack:
 
-        def make(port=0, bounds=PATIENT, **options):
+        def make(port=0, bounds=PATIENT):
             listen = Listen(port=port, key_file=key_file)
-            server = PeerServer(lender, lambda: SPACE, listen, bounds=bounds, **options)
+            server = PeerServer(lender, lambda: SPACE, listen, bounds=bounds, observer=counters)
             return stack.enter_context(server)
 
         yield make

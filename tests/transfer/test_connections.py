@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.network import addresses_of
-from kvferry.observe import Counters
 from kvferry.testing.stores.hooks import run_together, wait_until
 from kvferry.transfer import server as server_module
 from kvferry.transfer.auth import SharedKey, user_key
@@ -59,12 +58,22 @@ def read(client, key=A, num_bytes=RECORD_BYTES, deadline=None):
     return state, size, bytes(buffer)
 
 
+@pytest.fixture
+def lender():
+    return DictLender({A: RECORD})
+
+
+@pytest.fixture
+def server(serve):
+    return serve()
+
+
 # -- what is asked, and answered ----------------------------------------------------------------
 
 
-def test_what_is_held_pending_and_absent(serve, connect, lender):
-    lender.records |= {A: RECORD, B: KeyState.PENDING}
-    client = connect(serve())
+def test_what_is_held_pending_and_absent(server, connect, lender):
+    lender.records[B] = KeyState.PENDING
+    client = connect(server)
     held = [KeyState.HELD, KeyState.PENDING, KeyState.ABSENT]
     assert client.states_of([A, B, C], soon()) == held
     assert client.states_of([A, B, C] * MAX_KEYS, soon()) == held * MAX_KEYS
@@ -74,9 +83,8 @@ def test_what_is_held_pending_and_absent(serve, connect, lender):
         assert read(client, key, 9) == (state, 0, bytes(9))
 
 
-def test_ranges_go_into_the_buffers_that_are_given(serve, connect, lender):
-    lender.records[A] = RECORD
-    client = connect(serve())
+def test_ranges_go_into_the_buffers_that_are_given(server, connect):
+    client = connect(server)
     chance = random.Random(2)
     places = [(chance.randrange(len(RECORD)), chance.randrange(900)) for _ in range(MAX_RANGES - 2)]
     places += [(len(RECORD) - 3, 10), (2**40, 5)]
@@ -92,9 +100,7 @@ def test_ranges_go_into_the_buffers_that_are_given(serve, connect, lender):
         client.read(A, ranges[:1] * (MAX_RANGES + 1), soon())
 
 
-def test_several_threads_have_a_connection_each(serve, connect, lender):
-    lender.records[A] = RECORD
-    server = serve()
+def test_several_threads_have_a_connection_each(server, connect, lender):
     client = connect(server)
     lender.gate.clear()
     found = []
@@ -111,8 +117,7 @@ def test_several_threads_have_a_connection_each(serve, connect, lender):
     assert server.num_connections == 4
 
 
-def test_a_server_that_starts_again_is_another_one(serve, connect, lender):
-    lender.records[A] = RECORD
+def test_a_server_that_starts_again_is_another_one(serve, connect):
     first = serve()
     client = connect(first)
     read(client)
@@ -140,11 +145,8 @@ def assert_refused(counters, caplog, count, *reasons):
 
 
 def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
-    serve, connect, raw, lender, caplog
+    server, connect, raw, caplog, counters
 ):
-    lender.records[A] = RECORD
-    counters = Counters()
-    server = serve(observer=counters)
     for client in (connect(server, key=SharedKey(b"x" * 32)) for _ in range(2)):
         with pytest.raises(StoreError, match="the keys are different"):
             read(client)
@@ -159,9 +161,7 @@ def test_another_key_namespace_or_version_is_refused_counted_and_logged_once(
     assert read(connect(server))[2] == RECORD
 
 
-def test_a_proof_of_another_connection_proves_nothing(serve, raw, caplog):
-    counters = Counters()
-    server = serve(observer=counters)
+def test_a_proof_of_another_connection_proves_nothing(server, raw, caplog, counters):
     first = raw(server)
     assert isinstance(first.hello(), Welcome)
     heard = first.challenge.nonce
@@ -173,10 +173,7 @@ def test_a_proof_of_another_connection_proves_nothing(serve, raw, caplog):
     assert_refused(counters, caplog, 2, "the keys are different")
 
 
-def test_nothing_is_answered_before_a_proof(serve, raw, lender, caplog):
-    lender.records[A] = RECORD
-    counters = Counters()
-    server = serve(observer=counters)
+def test_nothing_is_answered_before_a_proof(server, raw, caplog, counters):
     for question in (AskKeys(1, (A,)), Read(1, A, ((0, 9),), 1000), Welcome(b"w" * 32)):
         connection = raw(server)
         connection.stream.send(question, soon())
@@ -185,7 +182,6 @@ def test_nothing_is_answered_before_a_proof(serve, raw, lender, caplog):
 
 
 def test_a_namespace_that_changes_ends_connections(key_file, lender):
-    lender.records[A] = RECORD
     spaces = [SPACE]
     with PeerServer(lender, lambda: spaces[-1], Listen(key_file=key_file)) as server:
         client = PeerClient(*server.address, SPACE, KEY)
@@ -210,10 +206,9 @@ def test_a_namespace_that_changes_ends_connections(key_file, lender):
     ],
     ids=["replayed", "oversized", "empty", "garbage", "http", "none", "greeting", "answer"],
 )
-def test_what_is_no_question_ends_the_connection_alone(serve, connect, raw, lender, caplog, sent):
-    lender.records[A] = RECORD
-    counters = Counters()
-    server = serve(observer=counters)
+def test_what_is_no_question_ends_the_connection_alone(
+    server, connect, raw, caplog, sent, counters
+):
     client = connect(server)
     read(client)
     for connection in (raw(server), raw(server)):
@@ -242,11 +237,8 @@ BODIES = st.one_of(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bodies=st.lists(BODIES, min_size=1, max_size=4), length=st.integers(-2, 2))
-def test_whatever_a_peer_sends_others_are_served(serve, connect, lender, bodies, length):
-    if not lender.records:
-        lender.records[A] = RECORD
-        lender.server = serve()
-    connection = Raw(lender.server)
+def test_whatever_a_peer_sends_others_are_served(server, connect, lender, bodies, length):
+    connection = Raw(server)
     connection.hello()
     with suppress(OSError):  # it is ended before all is sent
         for body in bodies:
@@ -255,13 +247,13 @@ def test_whatever_a_peer_sends_others_are_served(serve, connect, lender, bodies,
         connection.socket.shutdown(socket.SHUT_WR)
     assert connection.is_ended()
     connection.close()
-    client = connect(lender.server)
+    client = connect(server)
     assert read(client)[2] == RECORD
     client.close()
     wait_until(lambda: lender.num_lent == 0, "the loans are back")
 
 
-def test_two_refusals_at_once_are_logged_once(serve, caplog):
+def test_two_refusals_at_once_are_logged_once(server, caplog, counters):
     class Slow(set):
         """While one thread looks, another may look, too."""
 
@@ -271,14 +263,13 @@ def test_two_refusals_at_once_are_logged_once(serve, caplog):
                 together.wait(0.2)
             return found
 
-    server, together = serve(), threading.Barrier(2)
+    together = threading.Barrier(2)
     server._said = Slow()
     run_together(*[lambda: server._say("a reason")] * 2)
-    assert_refused(Counters(), caplog, 0, "a reason")
+    assert_refused(counters, caplog, 0, "a reason")
 
 
-def test_versions_without_end_leave_room_for_other_reasons_in_the_log(serve, connect, raw, caplog):
-    server = serve()
+def test_versions_without_end_leave_room_for_other_reasons_in_the_log(server, connect, raw, caplog):
     for version in range(2, 40):
         raw(server).hello(version=version)
     with pytest.raises(StoreError):
@@ -296,10 +287,9 @@ def test_a_truncated_question_ends_with_its_time(serve, raw):
     assert idle.is_ended()
 
 
-def test_more_than_a_read_may_have_is_refused(serve, raw, lender, caplog):
+def test_more_than_a_read_may_have_is_refused(server, raw, lender, caplog, counters):
     lender.records[A] = LARGE
-    counters, reason = Counters(), "a read of more than 2147483648 bytes"
-    server = serve(observer=counters)
+    reason = "a read of more than 2147483648 bytes"
     for connection in (raw(server), raw(server)):
         connection.hello()
         assert connection.ask(Read(1, A, ((0, len(LARGE)),) * 50, 60_000)) == Refused(
@@ -309,10 +299,8 @@ def test_more_than_a_read_may_have_is_refused(serve, raw, lender, caplog):
     assert_refused(counters, caplog, 2, reason)
 
 
-def test_one_connection_too_many_is_closed(serve, connect, lender):
-    lender.records[A] = RECORD
-    counters = Counters()
-    server = serve(bounds=Bounds(max_connections=1), observer=counters)
+def test_one_connection_too_many_is_closed(serve, connect, counters):
+    server = serve(bounds=Bounds(max_connections=1))
     first = connect(server)
     read(first)
     with pytest.raises(StoreError):
@@ -343,10 +331,9 @@ def test_one_connection_too_many_is_closed(serve, connect, lender):
     ids=lambda place: place[1],
 )
 def test_whatever_befalls_one_connection_others_are_heard(
-    serve, connect, lender, monkeypatch, caplog, place, error
+    server, connect, monkeypatch, caplog, place, error
 ):
-    lender.records[A] = RECORD
-    server, work, befallen = serve(), getattr(*place), []
+    work, befallen = getattr(*place), []
 
     def fail_once(*args, **options):
         if threading.current_thread() is not server._thread or befallen:
@@ -367,11 +354,11 @@ def test_whatever_befalls_one_connection_others_are_heard(
 # -- readers that are slow, or go ---------------------------------------------------------------
 
 
-def test_a_reader_that_goes_or_does_not_read_gives_its_loan_back(serve, connect, raw, lender):
+def test_a_reader_that_goes_or_does_not_read_gives_its_loan_back(
+    server, serve, connect, raw, lender, counters
+):
     """What runs out before its reader has all is counted."""
     lender.records[A] = LARGE
-    counters = Counters()
-    server = serve(observer=counters)
     assert connect(server).states_of([A], float("inf"))  # lent for no time, and not read
     gone = raw(server)
     gone.hello()
@@ -391,7 +378,7 @@ def test_a_reader_that_goes_or_does_not_read_gives_its_loan_back(serve, connect,
         assert slow.is_ended()
         return counters["peer_overdue_loans"] == before + 1
 
-    short = serve(bounds=Bounds(answer_seconds=0.2), observer=counters)
+    short = serve(bounds=Bounds(answer_seconds=0.2))
     wait_until(lambda: is_left(server, 200), "it is left at its own deadline")
     wait_until(lambda: is_left(short, 2**62), "it is left at the server's")
 
@@ -587,9 +574,9 @@ def test_a_close_ends_calls_that_are_under_way():
             client.states_of([A], soon())
 
 
-def test_a_close_ends_a_call_that_connects_again(serve, connect, monkeypatch):
+def test_a_close_ends_a_call_that_connects_again(server, connect, monkeypatch):
     """Its idle connection was not quiet: the close ended it, and cannot end the next one."""
-    client = connect(serve())
+    client = connect(server)
     client.states_of([A], soon())
     (idle,) = client._idle
     monkeypatch.setattr(idle, "is_quiet", client.close)
@@ -625,8 +612,7 @@ def test_an_address_that_cannot_be_reached_is_one_error():
             PeerClient(host, port, SPACE, KEY).states_of([A], soon())
 
 
-def test_a_deadline_that_has_passed_asks_nothing(serve, connect):
-    server = serve()
+def test_a_deadline_that_has_passed_asks_nothing(server, connect):
     with pytest.raises(StoreError, match=LATE):
         connect(server).states_of([A], time.monotonic() - 1)
     assert server.num_connections == 0
@@ -694,7 +680,6 @@ def test_an_address_beyond_this_machine_needs_a_key(host):
 
 def test_processes_of_one_user_need_no_key(tmp_path, monkeypatch, lender):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    lender.records[A] = RECORD
     with PeerServer(lender, lambda: SPACE) as server:
         client = PeerClient(*server.address, SPACE, user_key())
         assert read(client)[2] == RECORD

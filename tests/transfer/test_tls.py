@@ -13,7 +13,6 @@ import pytest
 
 from kvferry.errors import ConfigError, StoreError
 from kvferry.network import Stream
-from kvferry.observe import Counters
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one
 from kvferry.testing.stores import read_value
@@ -42,13 +41,13 @@ def files(authority):
 
 
 @pytest.fixture
-def serve_tls(lender, key_file, files, serve):
+def serve_tls(lender, key_file, files, serve, counters):
     """Factory of servers that speak TLS; `serve` looks after threads and loans."""
     servers = []
 
-    def make(files=files, **options):
+    def make(files=files):
         listen = Listen(key_file=key_file, **files._asdict())
-        servers.append(PeerServer(lender, lambda: SPACE, listen, **options))
+        servers.append(PeerServer(lender, lambda: SPACE, listen, observer=counters))
         return servers[-1]
 
     lender.records[A] = RECORD
@@ -105,10 +104,9 @@ def test_nothing_crosses_in_clear(serve_tls, connect_tls, relay, lender):
 
 
 def test_who_has_no_certificate_of_the_authority_is_refused(
-    serve_tls, connect_tls, tmp_path, caplog, files
+    serve_tls, connect_tls, tmp_path, caplog, files, counters
 ):
-    counters = Counters()
-    port = serve_tls(observer=counters).address[1]
+    port = serve_tls().address[1]
     foreign = make_files(make_authority(tmp_path / "theirs"), "peer")
     trusting = foreign._replace(ca_file=files.ca_file)
     with pytest.raises(StoreError, match=r"TLS failed: .*unknown ca"):
