@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvferry.keys import salt_mark
 from kvferry.observe import Counters
-from kvferry.store.base import PutResult
 from kvferry.store.erasures import (
     HEED_SECONDS,
     MAX_NAMES,
@@ -23,7 +20,6 @@ from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.peer import PeerStore
-from kvferry.store.tiers.tier import Unopened
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
@@ -107,32 +103,22 @@ def test_what_was_written_before_and_during_it_is_taken_back_and_nothing_else():
     assert notices.counters["erased_records"] == 2
 
 
-def test_what_could_not_be_deleted_is_tried_again_until_it_is_gone():
+@pytest.mark.parametrize("is_gone", [True, False], ids=["until it is gone", "not for ever"])
+def test_what_could_not_be_deleted_is_tried_again(is_gone):
     notices = Notices()
     notices.is_failing = True
     notices.erasures.wrote((KEY, [RECORD]))
     notices.add(name_of_mark(MARK))
     notices.erasures.look()
-    assert set(notices.deleted) == {KEY}
+    assert notices.deleted == [KEY] * len(notices.deleted)
     assert len(notices.deleted) > 1
-    notices.is_failing = False
+    notices.is_failing = not is_gone
+    notices.clock.advance(0.0 if is_gone else 3600.0)
     notices.erasures.look()
     num_tried = len(notices.deleted)
     notices.erasures.look()
     assert len(notices.deleted) == num_tried
     assert notices.counters["erased_records"] == 1
-
-
-def test_what_can_never_be_deleted_is_not_tried_for_ever():
-    notices = Notices()
-    notices.is_failing = True
-    notices.erasures.wrote((KEY, [RECORD]))
-    notices.add(name_of_mark(MARK))
-    notices.clock.advance(3600.0)
-    notices.erasures.look()
-    num_tried = len(notices.deleted)
-    notices.erasures.look()
-    assert len(notices.deleted) == num_tried
 
 
 @pytest.mark.parametrize("is_failing", [False, True])
@@ -148,20 +134,6 @@ def test_what_was_stored_again_later_stays(is_failing):
     notices.erasures.wrote((KEY, [RECORD]))
     notices.erasures.look()
     assert len(notices.deleted) == num_tried
-
-
-def test_what_was_erased_before_the_start_is_not_heard():
-    notices = Notices()
-    notices.text = add_to_notice(None, ["mark:00"], 1.0)
-    late = Erasures(
-        lambda: {0: notices.text}, notices.delete, drop_nothing, Counters(), notices.clock
-    )
-    late.look()
-    assert list(late.since(0)) == []
-    notices.text = add_to_notice(notices.text, ["mark:01"], 2.0)
-    late.look()
-    assert list(late.since(0)) == ["mark:01"]
-    assert list(late.since(1)) == []
 
 
 def test_of_a_store_that_is_opened_late_what_is_old_is_no_news():
@@ -246,27 +218,6 @@ def make_tiers(near, far) -> TieredStore:
     return TieredStore([near, far], Counters())
 
 
-def test_tiers_write_and_copy_nothing_that_was_erased(tmp_path):
-    """Neither to the near tier nor behind it, nor back from a far tier that was not named."""
-    far, near = FileStore(tmp_path / "far"), FileStore(tmp_path / "near")
-    with make_tiers(near, far) as tiers:
-        erasures = tiers._erasures
-        erasures.close(5.0)  # looks are made here
-        erasures.look()
-        far.put(KEY, [RECORD])
-        far.put(OTHER_KEY, [OTHER])
-        near.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
-        erasures.look()
-        assert tiers.put(KEY, [RECORD]).result is PutResult.FAILED
-        assert near.read(KEY, ()) is None
-        tiers._threads[0].start = lambda: True  # copies are made here
-        for key in (KEY, OTHER_KEY):
-            tiers._threads[0].add(key, tiers._tiers[1])
-        tiers._threads[0].run_due()
-        assert near.read(KEY, ()) is None
-        assert near.read(OTHER_KEY, ()) is not None
-
-
 @pytest.mark.parametrize("name", [*NAMES.values(), name_of_namespace(NAMESPACE)])
 def test_a_store_in_memory_drops_what_was_erased_however_old_it_is(name, tmp_path):
     """No command reaches it, and what was written in the minute before is not all that it has."""
@@ -303,68 +254,6 @@ def test_tiers_do_not_read_what_was_erased_and_landed_late(place, tmp_path):
         assert tiers.read(OTHER_KEY, [(0, found)]) == len(OTHER)
 
 
-def test_a_store_that_is_opened_late_keeps_what_was_stored_after_an_old_erasure(tmp_path):
-    """Its notices stand for as long as it does."""
-    with FileStore(tmp_path / "far") as far:
-        far.catalogue().notice(
-            add_to_notice(None, [name_of_namespace(NAMESPACE)], time.time() - 3600)
-        )
-        far.put(KEY, [RECORD])
-    far, is_opened = Unopened("file:///far", lambda _: FileStore(tmp_path / "far")), [False]
-    with TieredStore([MemoryStore(), far], Counters()) as tiers:
-        erasures = tiers._erasures
-        erasures.close(5.0)  # looks are made here
-        erasures._known, read = None, erasures._read
-        erasures._read = lambda: read() if is_opened[0] else {}
-        for is_opened[0] in (False, True):
-            erasures.look()
-        found = memoryview(bytearray(len(RECORD)))
-        assert tiers.read(KEY, [(0, found)]) == len(RECORD)
-        assert tiers.put(OTHER_KEY, [OTHER]).result is PutResult.STORED
-
-
-class Broken(FileStore):
-    """A store that breaks its contract."""
-
-    is_broken = False
-
-    def catalogues(self):
-        if self.is_broken:
-            raise RuntimeError("not foreseen")
-        return super().catalogues()
-
-    def delete(self, key):
-        if self.is_broken:
-            raise RuntimeError("not foreseen")
-        return super().delete(key)
-
-
-class Slow(FileStore):
-    """A store whose deletions do not end in time, as `RemoteStore` answers then."""
-
-    is_slow = False
-
-    def delete(self, key):
-        return False if self.is_slow else super().delete(key)
-
-
-def test_tiers_try_again_what_a_store_did_not_delete(tmp_path):
-    near, far = Slow(tmp_path / "near"), FileStore(tmp_path / "far")
-    with make_tiers(near, far) as tiers:
-        erasures = tiers._erasures
-        erasures.close(5.0)  # looks are made here
-        erasures.look()
-        tiers._threads[1].start = lambda: True  # nothing is copied
-        assert tiers.put(KEY, [RECORD]).is_there
-        near.is_slow = True
-        near.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
-        erasures.look()
-        assert near.read(KEY, ()) is not None
-        near.is_slow = False
-        erasures.look()
-        assert near.read(KEY, ()) is None
-
-
 class Counted(WrapperStore):
     """Counts the deletions that are asked for."""
 
@@ -396,19 +285,6 @@ def test_what_a_tier_that_is_only_read_holds_is_not_tried_again(kind, tmp_path):
         assert far.num_deletions == 1, "a peer's key is forgotten"
 
 
-def test_a_tier_that_fails_hides_no_notice_of_another(tmp_path):
-    near, far = Broken(tmp_path / "near"), FileStore(tmp_path / "far")
-    with make_tiers(near, far) as tiers:
-        wait_until(lambda: tiers._erasures._known is not None, "the first look")
-        assert tiers.put(KEY, [RECORD]).is_there
-        wait_until(lambda: far.read(KEY, ()) is not None, "the copy")
-        near.is_broken = True
-        far.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
-        wait_until(lambda: far.read(KEY, ()) is None, "that it was taken back")
-        assert tiers._erasures._thread.is_alive()
-        near.is_broken = False
-
-
 @pytest.mark.parametrize("said_in", ["near", "far"])
 def test_a_close_takes_back_what_was_written_behind_an_erasure(said_in, tmp_path, monkeypatch):
     """An engine may end before the next look at the notices."""
@@ -426,13 +302,3 @@ def test_a_close_takes_back_what_was_written_behind_an_erasure(said_in, tmp_path
         with FileStore(place) as store:
             assert store.read(KEY, ()) is None
             assert store.read(OTHER_KEY, ()) is not None
-
-
-def test_a_thread_reads_the_notices_of_every_tier(tmp_path):
-
-    far, near = FileStore(tmp_path / "far"), FileStore(tmp_path / "near")
-    with make_tiers(near, far) as tiers:
-        wait_until(lambda: tiers._erasures._known is not None, "the first look")
-        far.catalogue().notice(add_to_notice(None, ["mark:00"], 1.0))
-        near.catalogue().notice(add_to_notice(None, ["mark:01"], 1.0))
-        wait_until(lambda: len(tiers.erased_since(0)) == 2, "what was erased")

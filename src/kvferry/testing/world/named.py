@@ -10,7 +10,9 @@ from kvferry.testing.world.shapes import EngineShape, HostShape
 
 _ONE = EngineShape(name="a", tiers=("sim://m0/kv",))
 _NO_CACHE = HostShape(prefix_caching=False)
+_ALONE = replace(_ONE, host=_NO_CACHE)
 _DOCUMENT = Ask(1, 64, max_tokens=1)
+_SECRET = _DOCUMENT._replace(salt="s")
 
 
 def _scenario(*actions: tuple[Any, ...], engines: tuple[EngineShape, ...]) -> Scenario:
@@ -61,7 +63,7 @@ SCENARIOS: dict[str, Scenario] = {
         (5.0, "fault", "m0", "error", 60.0, ""),
         (6.0, "expect", "a", _DOCUMENT, True),
         (7.0, "expect", "a", Ask(2, 64, max_tokens=1), False),
-        engines=(replace(_ONE, host=_NO_CACHE),),
+        engines=(_ALONE,),
     ),
     # Of wrong bytes nothing is served: the prompt is computed, and the records are replaced.
     "wrong-bytes": _scenario(
@@ -83,14 +85,47 @@ SCENARIOS: dict[str, Scenario] = {
         (5.0, "expect", "b", _DOCUMENT, True),
         engines=_peers(),
     ),
-    # What an operator erased is in no engine ten seconds later. After a minute it is stored again.
+    # What an operator erased is in no engine ten seconds later. After a minute it is stored again,
+    # also for engines that start later.
     "erase": _scenario(
-        (1.0, "send", "a", _DOCUMENT._replace(salt="s")),
+        (1.0, "send", "a", _SECRET),
         (5.0, "erase", "s"),
-        (20.0, "expect", "a", _DOCUMENT._replace(salt="s"), False),
-        (80.0, "send", "a", _DOCUMENT._replace(salt="s")),
-        (90.0, "expect", "a", _DOCUMENT._replace(salt="s"), True),
-        engines=(replace(_ONE, host=_NO_CACHE),),
+        (20.0, "expect", "a", _SECRET, False),
+        (80.0, "send", "a", _SECRET),
+        (90.0, "expect", "a", _SECRET, True),
+        (100.0, "restart", "a", 1.0),
+        (105.0, "expect", "a", _SECRET, True),
+        engines=(_ALONE,),
+    ),
+    # So it is if the server is slow, and does not delete in time what was written meanwhile.
+    "erase-slow": _scenario(
+        (1.0, "fault", "m0", "slow", 40.0, ""),
+        (1.1, "send", "a", _SECRET),
+        (1.5, "erase", "s"),
+        engines=(_ALONE,),
+    ),
+    # And if it is written to another server behind the first.
+    "erase-behind": _scenario(
+        (1.0, "fault", "m1", "slow", 40.0, ""),
+        (1.1, "send", "a", _SECRET),
+        (3.0, "erase", "s"),
+        engines=(replace(_ALONE, tiers=("sim://m0/kv", "sim://m1/kv")),),
+    ),
+    # And if it is in a store that no command reaches, and was there for long.
+    "erase-in-memory": _scenario(
+        (1.0, "send", "a", _SECRET),
+        (90.0, "erase", "s"),
+        (155.0, "expect", "a", _SECRET, False),
+        engines=(replace(_ALONE, tiers=("memory://near?max_bytes=80KiB", "sim://m0/kv")),),
+    ),
+    # And if another engine writes it afterwards, since it has not heard yet.
+    "erase-late": _scenario(
+        (1.0, "fault", "m0", "slow", 40.0, "b"),
+        (1.1, "send", "b", _SECRET),
+        (3.0, "erase", "s"),
+        (6.0, "send", "a", _SECRET),
+        (9.0, "expect", "a", _SECRET, False),
+        engines=(_ALONE, replace(_ALONE, name="b")),
     ),
     # A hit that ends earlier needs another part of a window, which memory lacks and the store has.
     "window": _scenario(
