@@ -1,10 +1,10 @@
-"""The connector in the one-class shape: a host of the seeds' kind drives it."""
+"""The connector in the one-class shape, driven by the host of the conformance kit."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from kvferry.errors import ConfigError
+from kvferry.testing.connector.content import Ask
+from kvferry.testing.connector.lab import Lab, write_models
+from kvferry.testing.connector.own_host import OwnHost
 from kvferry.testing.models import make_tiny_model
+from kvferry.testing.stores.hooks import wait_until
 from kvferry.v1 import (
     ReqMeta,
     SharedStorageConnector,
@@ -23,7 +27,9 @@ from kvferry.v1.types import KVConnectorRole
 from tests.adapters.vllm.fakes import HFConfig, identity_of, load_config
 from tests.adapters.vllm.fakes import make_config as vllm_config
 
-BLOCK = 4
+OPTIONS = {
+    "chunk_tokens": 16, "audit": "off", "load_timeout_seconds": 60.0, "memory_bytes": 1 << 22,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +43,7 @@ class TransferConfig(SimpleNamespace):
 
 
 def make_config(model_dir, **extra: Any) -> Any:
-    extra.setdefault("chunk_tokens", 8)
-    extra.setdefault("audit", "off")
-    extra.setdefault("load_timeout_seconds", 60.0)
-    extra.setdefault("memory_bytes", 1 << 22)
+    extra = {**OPTIONS, **extra}
     return SimpleNamespace(
         kv_transfer_config=TransferConfig(
             kv_connector="SharedStorageConnector",
@@ -48,7 +51,7 @@ def make_config(model_dir, **extra: Any) -> Any:
             engine_id="e",
             kv_connector_extra_config=extra,
         ),
-        cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
+        cache_config=SimpleNamespace(block_size=4, cache_dtype="auto"),
         model_config=SimpleNamespace(model=str(model_dir), dtype=torch.float32),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1, rank=0
@@ -56,139 +59,50 @@ def make_config(model_dir, **extra: Any) -> Any:
     )
 
 
-class OldHost:
-    """Drives both halves as the seeds' host does: sync loads, [2, B, N, H, D].
+@pytest.fixture
+def make_lab(tmp_path):
+    """Factory of labs over one directory, each with this connector under the kit's own host."""
+    labs = []
+    (models := tmp_path / "models").mkdir()
+    write_models(models)
 
-    Args:
-        config: of the host.
-        seed: of what its blocks hold at first.
-        carries_reports: whether it brings what workers report to the scheduler.
-    """
+    def make(**options: Any) -> Lab:
+        options = {**OPTIONS, "kv_layout": "BHNC", "shared_storage_path": "{dir}", **options}
+        labs.append(Lab(SharedStorageConnector, options, OwnHost, tmp_path, models, 0, 0, 60.0))
+        return labs[-1]
 
-    def __init__(self, config: Any, *, seed: int = 0, carries_reports: bool = True) -> None:
-        self._carries_reports = carries_reports
-        self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
-        self.worker = SharedStorageConnector(config, KVConnectorRole.WORKER)
-        spec = self.worker.cache.spec.groups[0]
-        head_dim = spec.content_size // 2
-        shape = (2, 32, BLOCK, spec.num_kv_heads, head_dim)
-        generator = torch.Generator().manual_seed(seed)
-        self.caches = {
-            f"layers.{i}": torch.randn(shape, generator=generator) for i in range(spec.num_layers)
-        }
-        self.worker.register_kv_caches(self.caches)
-        self.worker.set_host_xfer_buffer_ops(None)
-        assert self.scheduler.cache.store.wait_indexed(60)
-
-    def prefill(self, request_id: str, prompt: list[int], blocks: list[int]) -> int:
-        request = SimpleNamespace(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            all_token_ids=prompt,
-            num_tokens=len(prompt),
-            num_prompt_tokens=len(prompt),
-            num_computed_tokens=0,
-        )
-        hit, is_async = self._look_up(request)
-        assert not is_async
-        table = SimpleNamespace(get_block_ids=lambda: (blocks,))
-        self.scheduler.update_state_after_alloc(request, table, hit)
-        new = SimpleNamespace(
-            req_id=request_id,
-            prompt_token_ids=prompt,
-            block_ids=(blocks,),
-            num_computed_tokens=hit,
-        )
-        self.step([new], {request_id: len(prompt) - hit})
-        self.scheduler.request_finished(request, blocks)
-        self.step([], {})
-        return hit
-
-    def _look_up(self, request: Any) -> tuple[int, bool]:
-        until = time.monotonic() + 20
-        while (answer := self.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
-            assert time.monotonic() < until
-            self.step([], {})
-        return answer
-
-    def settle(self) -> None:
-        """Step until all saves have ended."""
-        until = time.monotonic() + 20
-        while self.scheduler.scheduler_role.pool.num_taken:
-            assert time.monotonic() < until
-            self.step([], {})
-
-    def step(self, new: list[Any], num_scheduled: dict[str, int]) -> set[int]:
-        output = SimpleNamespace(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[],
-                new_block_ids=[],
-                num_computed_tokens=[],
-                resumed_from_preemption=[],
-            ),
-            num_scheduled_tokens=num_scheduled,
-            total_num_scheduled_tokens=sum(num_scheduled.values()),
-            finished_req_ids=set(),
-        )
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
-        # No attention metadata: the promised load must happen all the same.
-        self.worker.start_load_kv(SimpleNamespace(attn_metadata=None, no_compile_layers={}))
-        for name, cache in self.caches.items():
-            self.worker.wait_for_layer_load(name)
-            self.worker.save_kv_layer(name, cache, None)
-        if num_scheduled:
-            self.worker.wait_for_save()
-        assert self.worker.get_finished(set()) == (None, None)
-        bad = self.worker.get_block_ids_with_load_errors()
-        fields = {
-            "finished_sending": None,
-            "finished_recving": None,
-            "invalid_block_ids": bad,
-            "kv_connector_stats": None,
-        }
-        if self._carries_reports:
-            fields["kv_connector_worker_meta"] = self.worker.build_connector_worker_meta()
-        self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(SimpleNamespace(**fields))
-        return bad
-
-    def close(self) -> None:
-        self.worker.shutdown()
-        self.scheduler.shutdown()
-        self.worker.shutdown()
+    yield make
+    for lab in labs:
+        lab.close()
 
 
-def test_kv_of_a_prompt_survives_the_host(model_dir, tmp_path):
-    config = make_config(model_dir, shared_storage_path=str(tmp_path / "k v#50%41?"))
-    prompt = list(range(5, 26))
-    first = OldHost(config, seed=1)
-    assert first.prefill("a", prompt, [3, 4, 5, 6, 7, 8]) == 0
-    first.settle()
-    first.close()
-    second = OldHost(config, seed=2)
-    assert second.prefill("b", prompt, [9, 20, 10, 11, 13, 12]) == 16
-    for name, cache in second.caches.items():
-        source = first.caches[name][:, [3, 4, 5, 6]]
-        assert torch.equal(cache[:, [9, 20, 10, 11]], source)
-    second.close()
+def serve(lab: Lab, ask: Ask) -> int:
+    """Serve a request that the engine itself has not, until saves have ended. Return its hit."""
+    lab.forget()
+    (row,) = lab.serve(ask)
+    pool = lab.host.scheduler_half.scheduler_role.pool
+    wait_until(lambda: lab.host.step() or not pool.num_taken, "saves end")
+    return row.hit
 
 
-def test_the_first_hit_is_audited(model_dir, tmp_path, caplog):
-    config = make_config(model_dir, shared_storage_path=str(tmp_path / "kv"), audit="first")
-    prompt, blocks = list(range(5, 26)), [3, 4, 5, 6, 7, 8]
-    hits = {}
-    # What a host "computes" is what its blocks hold at first.
-    for seed in (1, 1, 2):
-        host = OldHost(config, seed=seed)
-        hits[seed] = [host.prefill("a", prompt, blocks)]
-        host.settle()
-        hits[seed].append(host.prefill("b", prompt, blocks))
-        host.settle()
-        host.close()
-    # Of two chunks, the last is compared, or the first; after that, the next hit is audited, too.
-    assert hits[1] in ([8, 16], [0, 8], [0, 0])
-    assert hits[2] in ([8, 0], [0, 0])
+def test_kv_of_a_prompt_survives_the_host(make_lab):
+    lab = make_lab(shared_storage_path="{dir}/k v#50%41?")
+    prompt = lab.stored()
+    lab.close()
+    lab.start()
+    lab.expect(lab.again(prompt), 64)
+
+
+def test_the_first_hit_is_audited(make_lab, caplog):
+    lab = make_lab(audit="first")
+    prompt = lab.ask(21)  # one chunk, so that nothing is read but to compare it
+    hits = []
+    for identity in ("a", "a", "b"):
+        host = lab.start()
+        host.setup = replace(host.setup, identity=identity)
+        hits.append([serve(lab, lab.again(prompt)) for _ in range(2)])
+        lab.close()
+    assert hits == [[0, 16], [0, 16], [0, 0]]
     assert caplog.text.count("computes other KV than is stored") == 1
 
 
@@ -240,7 +154,9 @@ def test_hosts_with_several_tables_or_windows_are_refused(model_dir, specs, mess
     host = SimpleNamespace(kv_cache_groups=groups)
     config = make_config(model_dir, store="memory://x")
     if message is None:
-        SharedStorageConnector(config, KVConnectorRole.SCHEDULER, host).shutdown()
+        connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, host)
+        connector.shutdown()
+        assert connector.cache.spec.kv_layout == "2BNHD"
         return
     with pytest.raises(ConfigError, match=message):
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER, host)
@@ -287,15 +203,18 @@ def test_pipeline_parallelism_is_refused(model_dir):
         SharedStorageConnector(config, KVConnectorRole.WORKER)
 
 
-def test_a_host_that_carries_no_reports_is_found_out_and_loads_nothing(model_dir, tmp_path, caplog):
-    path = str(tmp_path / "kv")
-    prompt = list(range(5, 26))
-    writer = OldHost(make_config(model_dir, shared_storage_path=path), seed=1)
-    writer.prefill("a", prompt, [3, 4, 5, 6, 7, 8])
-    writer.settle()
-    writer.close()
-    config = make_config(model_dir, shared_storage_path=path)
-    reader = OldHost(config, seed=2, carries_reports=False)
-    assert reader.prefill("b", prompt, [9, 20, 10, 11, 13, 12]) == 0
+def test_a_host_that_carries_no_reports_is_found_out_and_loads_nothing(make_lab, caplog):
+    lab = make_lab()
+    prompt = lab.stored()
+    half = lab.start().scheduler_half
+    carry = half.update_connector_output
+
+    def carry_less(output: Any) -> None:
+        fields = {**vars(output)}
+        del fields["kv_connector_worker_meta"]
+        carry(SimpleNamespace(**fields))
+
+    half.update_connector_output = carry_less
+    (row,) = lab.serve(lab.again(prompt))
+    assert row.hit == 0
     assert caplog.text.count("carries no reports from workers") == 1
-    reader.close()
