@@ -21,6 +21,7 @@ from kvferry.contract.messages import LookupResult, WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.contract.spec import EngineSpec
 from kvferry.contract.worker import WorkerRole
+from kvferry.testing.prefixes import extend_seeds
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import (
     DEFAULT_OPTIONS,
@@ -346,7 +347,8 @@ class SimulatedHost:
         plan = self.scheduler.build_plan(HostStep(list(scheduled), preempted, finished))
         outputs = []
         for rank in self.ranks:
-            rank.move_states(moves)
+            if moves:
+                rank.move_states(moves)
             with rank.driver.step(plan, finished) as step:
                 for request in scheduled:
                     start = request.num_computed_tokens
@@ -401,16 +403,7 @@ class SimulatedHost:
 
 
 def prefix_seeds(request: HostRequest) -> list[int]:
-    """Return a number per token that depends on all tokens and items up to it, and on the salt, the
-    adapter and the embeddings."""
-    extra = request.extra_keys
-    seed = sum(repr((extra.cache_salt, extra.lora, extra.embeds_digest)).encode())
-    shown = [0] * len(request.all_token_ids)
-    for item in extra.items:
-        for place in range(item.length):
-            shown[item.offset + place] = sum(item.digest.encode()) + place
-    seeds = []
-    for token, at_token in zip(request.all_token_ids, shown, strict=True):
-        seed = (seed * 1_000_003 + token + 1_009 * at_token + 1) % 2_147_483_629
-        seeds.append(seed)
+    """Return the seed of each token of a request."""
+    seeds: list[int] = []
+    extend_seeds(seeds, request.all_token_ids, 0, request.extra_keys)
     return seeds

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from blake3 import blake3
+
+from kvferry.testing.prefixes import extend_seeds
+from kvferry.types import ExtraKeys, MultimodalItem
 
 HEADS, HEAD_DIM, LAYERS = 2, 8, 2
 LAYER_NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
@@ -104,13 +106,17 @@ class Row:
         self.num_computed = 0  # tokens whose KV is in the blocks
         self.hits: list[int] = []  # tokens that loads brought, by admission; 0 for one that failed
         self.tables: tuple[list[int], ...] = ()  # block ids of each group
-        self._shown = {
-            item.offset + place: place + int.from_bytes(item.name.encode()) + 1
-            for item in ask.items
-            for place in range(item.length)
-        }
-        decides = repr((identity, ask.salt, ask.adapter and ask.adapter.content, ask.embeds))
-        self._seeds = [int.from_bytes(blake3(decides.encode()).digest(4), "little")]
+        self._identity = identity
+        self._extra = ExtraKeys(
+            cache_salt=ask.salt,
+            lora=ask.adapter and ask.adapter.content,
+            items=tuple(
+                MultimodalItem(digest=item.name, offset=item.offset, length=item.length)
+                for item in ask.items
+            ),
+            embeds_digest=None if ask.embeds is None else str(ask.embeds).encode(),
+        )
+        self._seeds: list[int] = []
 
     @property
     def hit(self) -> int:
@@ -118,16 +124,14 @@ class Row:
 
     def seeds(self, stop: int) -> list[int]:
         """A number for each of the first `stop` tokens that depends on all tokens up to it."""
-        for position in range(len(self._seeds) - 1, stop):
-            seed = self._seeds[-1] * 1_000_003 + 7_919 * self.tokens[position] + 1
-            self._seeds.append((seed + 1_009 * self._shown.get(position, 0)) % _PRIME)
-        return self._seeds[1 : stop + 1]
+        extend_seeds(self._seeds, self.tokens[:stop], self._identity, self._extra)
+        return self._seeds[:stop]
 
     def update(self, tokens: Sequence[int]) -> None:
         """Take the tokens that the engine knows now."""
-        known = len(self._seeds) - 1
+        known = len(self._seeds)
         if list(tokens[:known]) != self.tokens[:known]:
-            del self._seeds[1:]
+            self._seeds.clear()
         self.tokens = list(tokens)
 
     def next_token(self, position: int) -> int:

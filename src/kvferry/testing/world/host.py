@@ -16,7 +16,8 @@ from kvferry.contract.fold import WorkerOutputFold
 from kvferry.contract.handover import STAMP
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
-from kvferry.testing.world.kv import TAINT, RankKV, Right, WrongToken, extend_seeds
+from kvferry.testing.prefixes import extend_seeds
+from kvferry.testing.world.kv import TAINT, RankKV, Right, WrongToken
 from kvferry.testing.world.loop import Loop, Wrong
 from kvferry.testing.world.memory import HostMemory
 from kvferry.testing.world.requests import HostRequest, HostStep, Scheduled

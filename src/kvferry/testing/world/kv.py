@@ -4,7 +4,6 @@ layer, head and place. So a byte that is wrong, stale, foreign or misplaced show
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -14,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.contract.spec import EngineSpec
-from kvferry.types import NULL_BLOCK, BlockTable, ExtraKeys, KVGroup
+from kvferry.types import NULL_BLOCK, BlockTable, KVGroup
 
 Seeds = NDArray[np.uint64]
 Right = Sequence[NDArray[np.float32]]
 """The right KV of each group, `[tokens, layers, heads, content]`."""
 
-_MASK = (1 << 64) - 1
 _LAYER, _HEAD, _PLACE = (
     np.uint64(0x9E3779B97F4A7C15),
     np.uint64(0xC2B2AE3D27D4EB4F),
@@ -34,23 +32,6 @@ TAINT = 0.5
 def attended_from(window: int | None, place: int) -> int:
     """The first token that the token at a place attends to."""
     return 0 if window is None else max(0, place - window + 1)
-
-
-def first_seed(weights: int, extra: ExtraKeys) -> int:
-    """The seed before the first token of a prompt."""
-    return zlib.crc32(repr((weights, extra.cache_salt, extra.lora)).encode()) + 1
-
-
-def extend_seeds(seeds: list[int], tokens: Sequence[int], weights: int, extra: ExtraKeys) -> None:
-    """Append the seeds of the tokens that have none. A seed depends on all tokens up to its own."""
-    seed = seeds[-1] if seeds else first_seed(weights, extra)
-    for place in range(len(seeds), len(tokens)):
-        shown = tokens[place]
-        for item in extra.items:
-            if item.offset <= place < item.offset + item.length:
-                shown += zlib.crc32(f"{item.digest} {place - item.offset}".encode())
-        seed = (seed * 6364136223846793005 + shown * 1442695040888963407 + 1) & _MASK
-        seeds.append(seed)
 
 
 class Content(NamedTuple):
