@@ -24,7 +24,7 @@ from kvferry.store.file.store import FileStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
-from kvferry.testing.faults import Gate
+from kvferry.testing.faults import Gate, StallingStore
 from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import RequestOptions
 from tests.cache.hosts import make_groups
@@ -364,18 +364,6 @@ def test_ranks_that_are_apart_read_whole_records_from_the_first_look_up_on(
 # -- faults -----------------------------------------------------------------------------------
 
 
-class Slow(WrapperStore):
-    """Writes wait at a gate."""
-
-    def __init__(self, inner, gate: Gate) -> None:
-        super().__init__(inner)
-        self._gate = gate
-
-    def put(self, *args, **given) -> Put:
-        self._gate.pass_through()
-        return self.inner.put(*args, **given)
-
-
 class Full(WrapperStore):
     def put(self, *args, **given) -> Put:
         return Put.failed(Fault(FaultKind.FULL, "no space"))
@@ -392,7 +380,7 @@ def written(host, rank: int) -> bool:
 def test_a_chunk_counts_once_the_last_rank_has_stored_its_shard(make_host, places, kind, slow):
     gate = Gate()
     stores = getattr(places, kind)(2)
-    stores[slow] = Slow(stores[slow], gate)
+    stores[slow] = StallingStore(stores[slow], gate=gate, operations={"put"})
     host = start(make_host, stores)
     host.run("writer", PROMPT)
     where = of_namespace(host, host.scheduler.context.store).where
@@ -432,7 +420,7 @@ def test_a_chunk_that_one_rank_cannot_store_is_not_stored(make_host, places, kin
 def test_a_slot_has_no_other_chunk_while_a_rank_writes_from_it(make_host, places):
     """One rank has stored its shard, and another still writes."""
     gate, (first, second) = Gate(), places.directory(2)
-    host = start(make_host, [Slow(first, gate), second])
+    host = start(make_host, [StallingStore(first, gate=gate, operations={"put"}), second])
     request = host.admitted("writer", PROMPT)
     host.step([request], tokens=8)
     wait_for(lambda: (host.step([]), len(places.shards()) == 1)[1])
@@ -555,24 +543,12 @@ def test_an_erased_chunk_takes_its_shards_along(make_host, places):
         assert names & set(names_in((info.key, [content]))) == {name_of_key(info.of)}
 
 
-class Stuck(WrapperStore):
-    """Reads wait at a gate."""
-
-    def __init__(self, inner, gate: Gate) -> None:
-        super().__init__(inner)
-        self._gate = gate
-
-    def read(self, *args, **given):
-        self._gate.pass_through()
-        return self.inner.read(*args, **given)
-
-
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_store_that_hangs_on_one_machine_costs_a_bounded_time(make_host, places, stuck):
     store(start(make_host, places.directory(2)))
     gate = Gate()
     stores = places.directory(2)
-    stores[stuck] = Stuck(stores[stuck], gate)
+    stores[stuck] = StallingStore(stores[stuck], gate=gate, operations={"read"})
     reader = start(make_host, stores, load_timeout_seconds=0.3, clock=time.monotonic)
     assert reader.run("reader", PROMPT).num_external_tokens == 0
     gate.release()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.testing.clock import FakeClock
-from kvferry.testing.faults import FailingStore, Gate, StallingStore
+from kvferry.testing.faults import FailingStore
 from kvferry.testing.wrappers import WrapperStore
 
 from .keeping import assert_settles, keys_of, open_store, wait_for
@@ -66,17 +66,6 @@ def new_process(
     return host
 
 
-def stalled_process(make_host, directory: Path, world_size: int) -> tuple[Any, Gate]:
-    """One whose reads of what another process stored wait at a gate."""
-    write(make_host, directory, world_size)
-    gate = Gate()
-
-    def stalling(store: Any) -> StallingStore:
-        return StallingStore(store, gate=gate, operations={"read"})
-
-    return new_process(make_host, directory, world_size, stalling), gate
-
-
 def opened(host: Any) -> list[Counter]:
     return [store.opened for store in host.stores]
 
@@ -102,44 +91,6 @@ def test_each_record_is_read_once(make_host, tmp_path: Path, world_size: int):
     assert opened(host) == [once] * world_size
     assert host.observer["hit_tokens/file"] == NUM_REQUESTS * HIT
     assert_settles(host)
-
-
-@RANKS
-def test_requests_that_are_aborted_leave_the_reads_to_the_others(
-    make_host, tmp_path: Path, world_size: int
-):
-    host, gate = stalled_process(make_host, tmp_path, world_size)
-    requests = arrive(host)
-    host.step([])
-    assert gate.wait_for_arrival()
-    last = requests.pop()
-    for request in requests:
-        host.finish(request)
-    host.step([])
-    gate.release()
-    assert host.admit(last) == HIT
-    host.complete(last)
-    assert opened(host) == [dict.fromkeys(keys_of(host, PREFIX), 1)] * world_size
-    assert host.observer["miss_cancelled"] == 0
-    assert_settles(host)
-
-
-@RANKS
-def test_when_all_are_aborted_the_reads_are_cancelled_and_the_slots_come_back(
-    make_host, tmp_path: Path, world_size: int
-):
-    host, gate = stalled_process(make_host, tmp_path, world_size)
-    for request in arrive(host):
-        if request.request_id == "r0":
-            host.step([])
-            assert gate.wait_for_arrival()
-        host.finish(request)
-    assert host.pool.num_taken == NUM_CHUNKS
-    host.step([])
-    gate.release()
-    assert_settles(host)
-    assert host.observer["miss_cancelled"] > 0
-    assert host.run("later", prompt(0)).num_external_tokens == HIT
 
 
 @RANKS

@@ -5,16 +5,13 @@ A simulated host checks each byte of a request's KV.
 
 from __future__ import annotations
 
-import random
 import threading
-from contextlib import ExitStack
 
 import pytest
 
 from kvferry import network
 from kvferry.contract.handover import read_handover
 from kvferry.contract.spec import Mode
-from kvferry.errors import ConfigError
 from kvferry.store.kind import Opening
 from kvferry.store.url import open_one, open_store
 from kvferry.testing.faults import CorruptingStore, FailingStore, Gate, flip_bit
@@ -25,14 +22,13 @@ from tests.cache.hosts import make_groups
 from tests.servers.certificates import make_authority, make_files
 from tests.servers.places import num_said
 from tests.servers.process import LOCALHOST, free_ports
-from tests.transfer.lending import Raw, Relay
+from tests.transfer.lending import Raw
 
 from .keeping import NUM_CHUNKS, PROMPT, HangsLater, assert_settles
 from .keeping import open_store as open_directory
 
 HIT = 40
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-NUM_FAULTS = 24
 
 
 @pytest.fixture
@@ -332,60 +328,6 @@ def test_what_another_request_fetches_and_leaves_is_brought_for_peers(peers, tmp
     assert decode(peers(None, [answer["remote_port"]]), answer) == HIT
 
 
-@pytest.mark.parametrize("kind", ["cut", "silent", "flipped"])
-def test_a_connection_that_fails_after_any_byte_costs_hits_only(peers, kind):
-    chance = random.Random(kind)
-    prefiller = peers()
-    answer = prefill(prefiller)
-    with Relay(answer["remote_port"]) as between:
-        hits = []
-        for _ in range(NUM_FAULTS // (3 if kind == "silent" else 1)):
-            between.fault = int(10 ** chance.uniform(0, 5)), kind
-            decoder = peers(None, [between.port], load_timeout_seconds=0.3)
-            hits.append(decode(decoder, answer))
-            assert_settles(decoder)
-            decoder.parts[0].close()
-        assert between.reached > len(hits) / 3
-        assert min(hits) < HIT
-        between.fault = None
-        assert decode(peers(None, [between.port]), answer) == HIT
-    wait_until(lambda: prefiller.server.num_connections == 0, "its connections end")
-    wait_until(lambda: prefiller.pool.loans.num_lent == 0, "the loans are back")
-
-
-def test_a_prefiller_that_comes_back_at_its_port_is_read_again(peers):
-    prefiller = peers()
-    answer = prefill(prefiller)
-    port = answer["remote_port"]
-    decoder = peers(None, [port])
-    assert decode(decoder, answer) == HIT
-    decoder.forget_memory()
-    incarnation = prefiller.server.incarnation
-    prefiller.parts[0].close()
-    other = list(range(200, 241))
-    assert decode(decoder, answer, other, "while it is away") == 0
-    again = peers(port)
-    assert again.server.incarnation != incarnation
-    assert decode(decoder, answer, name="what it held before") == 0
-    third = list(range(300, 341))
-    assert decode(decoder, prefill(again, third), third, "again") == HIT
-
-
-def test_a_prefiller_that_ends_while_it_is_waited_for_costs_the_wait_only(peers):
-    """It has promised, and what it promised does not come."""
-    prefiller = peers()
-    answer = prefill(prefiller)
-    decoder = peers(None, [answer["remote_port"]], load_timeout_seconds=0.3)
-    prefiller.pool.clear()
-    request = decoder.add("decode", PROMPT, handover=read_handover(answer))
-    assert decoder.scheduler.lookup(request, 0).num_tokens is None
-    prefiller.parts[0].close()
-    assert decoder.admit(request) == 0
-    decoder.complete(request)
-    assert_settles(decoder)
-    assert decoder.scheduler.is_idle
-
-
 def test_a_prefiller_without_a_store_says_what_it_holds_and_copies_it_once(peers):
     (port,) = free_ports(1)
     prefiller = peers(reads=[port], tiers=True)  # nobody is there
@@ -468,29 +410,6 @@ def test_a_circle_of_peers_ends_and_passes_no_question_on(peers):
         wait_until(lambda lent=host.pool.loans: lent.num_lent == 0, "the loans are back")
 
 
-@pytest.mark.parametrize("other", [{"tenant": "another"}, {"weights": b"x" * 32}])
-def test_a_peer_of_another_tenant_or_model_gets_nothing_and_is_logged_once(peers, other, caplog):
-    prefiller = peers()
-    answer = prefill(prefiller)
-    caplog.clear()
-    del answer["kvferry"]  # which would tell it before
-    with ExitStack() as stack:
-        url = f"peer://{LOCALHOST}:{answer['remote_port']}?key_file="
-        url += prefiller.parts[0].config.serve.partition("key_file=")[2]
-        reader = peers(None, **other, load_timeout_seconds=0.2)
-        store = stack.enter_context(open_store(url, namespace=reader.scheduler.requests.namespace))
-        reader = peers(None, store=store, **other, load_timeout_seconds=0.2)
-        for number in range(4):
-            assert decode(reader, answer, name=f"decode {number}") == 0
-            assert_settles(reader)
-            reader.forget_memory()
-    wait_until(lambda: prefiller.observer["peer_refused"] > 0, "it is counted")
-    assert prefiller.observer["peer_served_bytes"] == 0
-    refused = [line for line in caplog.messages if "a peer is refused" in line]
-    assert len(refused) == 1
-    assert len([line for line in caplog.messages if "not used" in line]) <= 1
-
-
 @pytest.mark.parametrize(("reader", "num_refused"), [("in clear", 0), ("of another authority", 1)])
 def test_inside_tls_only_a_reader_with_a_certificate_gets_anything(
     peers, tmp_path, caplog, reader, num_refused
@@ -540,12 +459,6 @@ def test_a_peer_whose_address_does_not_resolve_costs_its_own_hits_only(peers, ca
     reader = peers(None, store=f"peer://{nowhere},{here}?{key_file}")
     assert decode(reader, answer) == HIT
     assert_settles(reader)
-
-
-def test_a_port_in_use_is_one_error_at_the_start(peers):
-    port = peers().server.address[1]
-    with pytest.raises(ConfigError, match=f"cannot be served at {LOCALHOST}:{port}"):
-        peers(port)
 
 
 def test_engines_of_one_configuration_serve_at_its_port_and_their_index(peers):

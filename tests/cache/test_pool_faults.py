@@ -15,12 +15,11 @@ import pytest
 
 from benchmarks.host import HostStep
 from kvferry.cache.messages import SlotChunk
-from kvferry.cache.moving.slot_io import SlotIO
 from kvferry.contract.fold import WorkerOutputFold
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
-from kvferry.testing.faults import Gate, StallingStore
-from tests.cache.pools import check_pool, held_keys, slot_at
+from kvferry.testing.faults import Gate
+from tests.cache.pools import check_pool
 from tests.simulated_host import prefix_seeds
 
 from .keeping import (
@@ -102,23 +101,6 @@ def test_late_bytes_are_not_held_and_meet_no_other_chunk(
     assert host.run("again", PROMPT).num_external_tokens == 40
 
 
-def test_a_chunk_whose_read_hangs_is_read_into_another_slot_for_the_next_request(
-    make_host, two_prompts: Path
-):
-    stalled = Stalled(make_host, two_prompts)
-    host = stalled.host
-    host.finish(stalled.give_up())
-    stuck = {index for index in range(host.pool.num_slots) if slot_at(host.pool, index)}
-    request = host.add("next", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens is None
-    slots = {host.pool.find(key).index for key in keys_of(host)}
-    assert not slots & stuck
-    stalled.gate.release()
-    assert host.admit(request) == 40
-    host.complete(request)
-    assert_settles(host)
-
-
 def test_a_pool_full_of_unfinished_reads_hangs_no_request_and_recovers(
     make_host, two_prompts: Path
 ):
@@ -183,58 +165,6 @@ def test_a_pool_of_one_slot_stores_and_hits(make_host, tmp_path: Path, world_siz
     assert_settles(host)
 
 
-# -- cancelled fetches --------------------------------------------------------------------------
-
-
-def test_a_prompt_that_is_asked_for_again_while_its_cancelled_reads_end(make_host, directory: Path):
-    gate = Gate()
-    counting = open_store(directory)
-    stalling = StallingStore(counting, gate=gate, operations={"read"})
-    host = make_host(store=stalling, num_slots=2 * NUM_CHUNKS)
-    first = host.add("first", PROMPT)
-    assert host.scheduler.lookup(first, 0).num_tokens is None
-    host.step([])
-    assert gate.wait_for_arrival()
-    host.finish(first)
-    second = host.add("second", PROMPT)
-    assert host.scheduler.lookup(second, 0).num_tokens is None
-    assert host.pool.num_taken == 2 * NUM_CHUNKS
-    host.step([])
-    gate.release()
-    assert host.admit(second) == 40
-    host.complete(second)
-    assert_settles(host)
-    assert held_keys(host.pool) == set(keys_of(host))
-
-
-def test_a_fetch_that_is_taken_back_before_its_plan_is_never_begun(make_host, directory: Path):
-    store = open_store(directory)
-    host = make_host(store=store)
-    request = host.add("aborted", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens is None
-    host.finish(request)
-    assert host.pool.num_taken == 0
-    assert not host.scheduler.has_work()
-    assert_settles(host)
-    assert store.num_opened == 0
-
-
-# -- reset --------------------------------------------------------------------------------------
-
-
-def test_reset_between_a_promise_and_its_plan(make_host, directory: Path):
-    host = make_host(store=open_store(directory))
-    request = host.add("reader", PROMPT)
-    assert host.admit(request) == 40
-    assert host.scheduler.reset()
-    assert host.pool.num_taken == 0
-    # Its load is gone: a host that resets takes the blocks of all requests away.
-    host.preempt(request)
-    assert host.admit(request) == 0
-    host.complete(request)
-    assert_settles(host)
-
-
 # -- steps that fail ----------------------------------------------------------------------------
 
 
@@ -291,36 +221,6 @@ def test_loads_of_a_forward_that_failed_are_not_lost(make_host, directory: Path)
     fail_step(host, request, 1, {0})
     assert host.pool.num_taken == 0
     host.complete(request)
-
-
-@RANKS
-def test_fetches_of_a_step_that_fails_at_its_beginning_are_misses(
-    make_host, directory: Path, world_size: int, monkeypatch
-):
-    host = make_host(store=f"file://{directory}", world_size=world_size)
-    request = host.add("reader", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens is None
-    fetch, begun = SlotIO.fetch, []
-
-    def broken(io: SlotIO, one: Any) -> None:
-        if len(begun) == 2:
-            raise ValueError("a fault of ours")
-        begun.append(one)
-        fetch(io, one)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SlotIO, "fetch", broken)
-        plan = host.scheduler.build_plan(HostStep())
-        for rank in host.ranks:
-            with pytest.raises(ValueError, match="of ours"):
-                rank.worker.begin_step(plan)
-            rank.worker.end_step()
-    assert host.pool.num_taken == NUM_CHUNKS
-    # The first of two ranks began two reads, the second one none.
-    assert host.admit(request) == (16 if world_size == 1 else 0)
-    host.complete(request)
-    assert_settles(host)
-    assert host.run("again", PROMPT).num_external_tokens == 40
 
 
 # -- faults below -------------------------------------------------------------------------------
