@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
 
 from kvferry.cache.deciding.hold import Hold
 from kvferry.cache.deciding.host_pool import HostPool, Slot
 from kvferry.testing.stores import make_key
 from kvferry.types import ChunkKey
-from tests.cache.pools import check_pool, slot_at
+from tests.cache.pools import check_pool
 
 GROUPS = frozenset([0, 1])
 A, B, C, D = (make_key(number) for number in range(4))
@@ -135,304 +123,100 @@ def test_a_reset_takes_back_an_order_and_lets_what_is_under_way_end_for_nobody(b
     check_pool(pool)
 
 
-# -- random use, beside a simple model ----------------------------------------------------------
+def test_the_chunk_that_was_used_longest_ago_goes_first_and_none_that_is_in_use():
+    pool = make_pool(num_slots=2)
+    first, second = hold(pool, A), hold(pool, B)
+    pool.pin(first)
+    pool.unpin(first)
+    assert pool.fetch(C, 0, GROUPS).index == second.index
+    assert pool.find(B) is None
+    pool.pin(first)
+    assert pool.fetch(D, 0, GROUPS) is None
+    assert pool.find(A) is first
+    check_pool(pool)
 
 
-@dataclass
-class Chunk:
-    """What the model knows of one assigned slot: ranks still to report, pins, and its chunk."""
-
-    key: ChunkKey
-    is_save: bool
-    pins: int = 0
-    held: frozenset[int] = frozenset()
-    filling: frozenset[int] = frozenset()
-    ordered: bool = False
-    filling_ranks: set[int] = field(default_factory=set)
-    sealing_ranks: set[int] = field(default_factory=set)
-    is_writing: bool = False
-    failed: bool = False
-    is_known: bool = True
-    seconds: float = 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.filling_ranks or self.sealing_ranks or self.is_writing)
+def test_a_fetch_brings_what_is_lacking_of_a_chunk_beside_what_is_held():
+    """Also after one that failed."""
+    pool = make_pool()
+    slot = hold(pool, A, frozenset([0]))
+    for is_missed in (True, False):
+        assert slot.held == {0}
+        assert pool.fetch(A, 0, GROUPS) is slot
+        ((fetch,), _) = pool.pop_orders()
+        assert fetch.groups == (1,)
+        pool.report_filled(slot.index, missed=is_missed)
+        assert pool.find(A) is slot
+    assert slot.held == GROUPS
+    check_pool(pool)
 
 
-class PoolMachine(RuleBasedStateMachine):
-    """Few slots, few chunks; each slot compared with the model after every rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chunks: dict[int, Chunk] = {}  # by slot
-        self.idle: OrderedDict[int, None] = OrderedDict()  # slots, longest idle first
-        self.num_cancels = 0
-        self.num_reports = 0
-
-    @initialize(num_slots=st.integers(1, 4), num_ranks=st.integers(1, 2))
-    def open(self, num_slots: int, num_ranks: int) -> None:
-        self.num_slots, self.num_ranks = num_slots, num_ranks
-        self.pool = HostPool(num_slots, num_ranks, GROUPS)
-
-    # -- the model ------------------------------------------------------------------------------
-
-    def known(self, key: ChunkKey) -> int | None:
-        return next((i for i, c in self.chunks.items() if c.key == key and c.is_known), None)
-
-    def settle(self, index: int) -> None:
-        """After a change: a slot that nobody uses is idle if it is known, else free."""
-        chunk = self.chunks[index]
-        if chunk.pins or chunk.is_busy:
-            self.idle.pop(index, None)
-        elif chunk.is_known:
-            self.idle[index] = None
-            self.idle.move_to_end(index)
-        else:
-            self.idle.pop(index, None)
-            del self.chunks[index]
-
-    def assign(self, slot: Slot | None, key: ChunkKey, *, is_save: bool) -> Chunk | None:
-        """The pool may have taken a free slot, else the one that was idle longest, else none."""
-        has_free = len(self.chunks) < self.num_slots
-        if not has_free and not self.idle:
-            assert slot is None
-            return None
-        assert slot is not None
-        if has_free:
-            assert slot.index not in self.chunks, "a slot that is in use was assigned again"
-        else:
-            longest, _ = self.idle.popitem(last=False)
-            assert slot.index == longest, "not the one that was idle longest"
-            del self.chunks[longest]
-        chunk = self.chunks[slot.index] = Chunk(key, is_save)
-        return chunk
-
-    # -- rules ----------------------------------------------------------------------------------
-
-    @rule(key=st.sampled_from([A, B, C, D]), groups=st.sampled_from([{0}, {1}, {0, 1}]))
-    def fetch(self, key: ChunkKey, groups: set[int]) -> None:
-        wanted = frozenset(groups)
-        index = self.known(key)
-        slot = self.pool.fetch(key, 0, wanted)
-        if index is None:
-            chunk = self.assign(slot, key, is_save=False)
-            if chunk is None:
-                return
-        else:
-            assert slot is not None
-            assert slot.index == index
-            chunk = self.chunks[index]
-        assert slot is not None
-        if not chunk.filling and not wanted <= chunk.held:
-            chunk.filling = wanted - chunk.held
-            chunk.filling_ranks = set(range(self.num_ranks))
-            chunk.ordered, chunk.failed = True, False
-        # A fetch is pinned by who asked for it.
-        self.pool.pin(slot)
-        chunk.pins += 1
-        self.settle(slot.index)
-
-    @rule(key=st.sampled_from([A, B, C, D]))
-    def save(self, key: ChunkKey) -> None:
-        index = self.known(key)
-        if index is not None and self.chunks[index].held >= GROUPS:
-            return  # nobody saves what is held
-        slot = self.pool.save(key, 0)
-        num_writing = sum(chunk.is_writing for chunk in self.chunks.values())
-        if num_writing >= max(1, self.num_slots // 2):
-            assert slot is None
-            return
-        if index is not None:
-            if self.chunks[index].pins or self.chunks[index].is_busy:
-                assert slot is None
-                return
-            self.chunks[index].is_known = False
-            self.settle(index)
-        chunk = self.assign(slot, key, is_save=True)
-        if chunk is not None:
-            chunk.filling = GROUPS
-            chunk.filling_ranks = set(range(self.num_ranks))
-            chunk.sealing_ranks = set(range(self.num_ranks))
-            chunk.is_writing = True
-
-    @precondition(lambda self: any(chunk.held for chunk in self.chunks.values()))
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        held = sorted(i for i, c in self.chunks.items() if c.is_known and c.held)
-        if held:
-            index = data.draw(st.sampled_from(held))
-            self.pool.pin(slot_at(self.pool, index))
-            self.chunks[index].pins += 1
-            self.settle(index)
-
-    @precondition(lambda self: any(chunk.pins for chunk in self.chunks.values()))
-    @rule(data=st.data(), all_of_them=st.booleans())
-    def unpin(self, data: st.DataObject, all_of_them: bool) -> None:
-        pinned = sorted(i for i, c in self.chunks.items() for _ in range(c.pins))
-        for index in pinned if all_of_them else [data.draw(st.sampled_from(pinned))]:
-            self.end_pin(index)
-
-    def end_pin(self, index: int) -> None:
-        chunk = self.chunks[index]
-        self.pool.unpin(slot_at(self.pool, index))
-        chunk.pins -= 1
-        if not chunk.pins and chunk.filling and not chunk.held and not chunk.is_save:
-            chunk.is_known = False
-            if chunk.ordered:
-                chunk.filling, chunk.filling_ranks = frozenset(), set()
-            else:
-                self.num_cancels += 1
-        self.settle(index)
-
-    @rule()
-    def plan(self) -> None:
-        fetches, cancels = self.pool.pop_orders()
-        ordered = {i: c for i, c in self.chunks.items() if c.ordered}
-        assert {fetch.chunk.slot: fetch.groups for fetch in fetches} == {
-            index: tuple(sorted(chunk.filling)) for index, chunk in ordered.items()
-        }
-        assert all(ordered[fetch.chunk.slot].key == fetch.chunk.key for fetch in fetches)
-        assert len(cancels) == self.num_cancels
-        self.num_cancels = 0
-        for chunk in ordered.values():
-            chunk.ordered = False
-
-    def reporting(self) -> list[tuple[int, int]]:
-        """Slots and ranks with a fetch or copy that a plan has carried."""
-        return sorted(
-            (index, rank)
-            for index, chunk in self.chunks.items()
-            if not chunk.ordered
-            for rank in chunk.filling_ranks
-        )
-
-    @precondition(lambda self: self.reporting())
-    @rule(data=st.data(), missed=st.booleans())
-    def report_filled(self, data: st.DataObject, missed: bool) -> None:
-        self.end_filling(*data.draw(st.sampled_from(self.reporting())), missed=missed)
-
-    @precondition(lambda self: any(chunk.filling_ranks for chunk in self.chunks.values()))
-    @rule(missed=st.sampled_from([False, False, False, True]))
-    def report_all_filled(self, missed: bool) -> None:
-        self.plan()
-        for index, rank in self.reporting():
-            self.end_filling(index, rank, missed=missed)
-
-    def end_filling(self, index: int, rank: int, *, missed: bool) -> None:
-        chunk = self.chunks[index]
-        self.num_reports += 1
-        seconds = self.num_reports * 7 % 5 / 4
-        slot = self.pool.report_filled(index, seconds, missed=missed)
-        chunk.seconds = max(chunk.seconds, seconds)
-        chunk.filling_ranks.discard(rank)
-        chunk.failed |= missed
-        if missed:
-            chunk.sealing_ranks.discard(rank)
-        assert bool(slot.filling) == bool(chunk.filling_ranks)
-        if chunk.filling_ranks:
-            return
-        if not chunk.failed:
-            chunk.held |= chunk.filling
-        elif not chunk.held:
-            chunk.is_known = False
-        chunk.filling = frozenset()
-        if chunk.failed:
-            chunk.is_writing = False
-        self.settle(index)
-
-    def sealing(self) -> list[tuple[int, int]]:
-        """Slots and ranks that have copied and not hashed."""
-        return sorted(
-            (index, rank)
-            for index, chunk in self.chunks.items()
-            for rank in chunk.sealing_ranks - chunk.filling_ranks
-        )
-
-    @precondition(lambda self: self.sealing())
-    @rule(data=st.data())
-    def report_sealed(self, data: st.DataObject) -> None:
-        index, rank = data.draw(st.sampled_from(self.sealing()))
-        slot, chunk = self.pool.report_sealed(index), self.chunks[index]
-        chunk.sealing_ranks.discard(rank)
-        if not chunk.sealing_ranks and chunk.is_writing:
-            self.pool.seal(slot)
-        self.settle(index)
-
-    def writing(self) -> list[int]:
-        return sorted(i for i, c in self.chunks.items() if c.is_writing and not c.sealing_ranks)
-
-    @precondition(lambda self: self.writing())
-    @rule(data=st.data())
-    def report_written(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from(self.writing()))
-        assert self.pool.report_written(index) is not None
-        self.chunks[index].is_writing = False
-        self.settle(index)
-
-    @precondition(lambda self: any(chunk.is_writing for chunk in self.chunks.values()))
-    @rule(data=st.data())
-    def give_up_writing(self, data: st.DataObject) -> None:
-        """Also before it is hashed."""
-        copied = sorted(i for i, c in self.chunks.items() if c.is_writing and not c.filling)
-        if copied:
-            index = data.draw(st.sampled_from(copied))
-            self.pool.end_write(slot_at(self.pool, index))
-            self.chunks[index].is_writing = False
-            self.settle(index)
-
-    @rule(key=st.sampled_from([A, B, C, D]))
-    def drop(self, key: ChunkKey) -> None:
-        index = self.known(key)
-        self.pool.drop(key)
-        if index is not None and not (self.chunks[index].pins or self.chunks[index].is_busy):
-            self.chunks[index].is_known = False
-            self.settle(index)
-
-    @precondition(lambda self: self.num_reports > 5)  # else little else would happen
-    @rule()
-    def clear(self) -> None:
-        self.num_reports = 0
-        for index, chunk in list(self.chunks.items()):
-            while chunk.pins:  # as a reset does first
-                self.pool.unpin(slot_at(self.pool, index))
-                chunk.pins -= 1
-            if chunk.filling and not chunk.held and not chunk.is_save and chunk.is_known:
-                chunk.is_known = False
-                if not chunk.ordered:
-                    self.num_cancels += 1
-        self.pool.clear()
-        for index, chunk in list(self.chunks.items()):
-            chunk.is_known = False
-            if chunk.ordered:
-                chunk.filling, chunk.filling_ranks, chunk.ordered = frozenset(), set(), False
-            self.settle(index)
-
-    # -- what holds at all times ----------------------------------------------------------------
-
-    @invariant()
-    def equals_the_model(self) -> None:
-        if not hasattr(self, "pool"):
-            return
-        check_pool(self.pool)
-        for index in range(self.num_slots):
-            slot, chunk = slot_at(self.pool, index), self.chunks.get(index)
-            assert (slot is None) == (chunk is None), index
-            if slot is None or chunk is None:
-                continue
-            assert (slot.key, slot.pins, slot.held) == (chunk.key, chunk.pins, chunk.held)
-            assert (slot.filling, slot.seconds) == (chunk.filling, chunk.seconds)
-            assert slot.num_filling == len(chunk.filling_ranks)
-            assert slot.num_sealing == len(chunk.sealing_ranks)
-            assert slot.is_writing == chunk.is_writing
-            assert (self.pool.find(slot.key) is slot) == chunk.is_known
-        taken = sum(bool(c.pins or c.is_busy) for c in self.chunks.values())
-        assert self.pool.num_taken == taken
-        assert self.pool.is_filling == any(c.filling_ranks for c in self.chunks.values())
-        assert self.pool.is_writing == any(c.is_writing for c in self.chunks.values())
+UNPINNED = {
+    "a fetch": (lambda pool: pool.fetch(A, 0, GROUPS), True),
+    "a save": (lambda pool: pool.save(A, 0), False),
+    "a fetch of the other groups": (BEGUN["a fetch of the other groups"], False),
+}
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True
-)
-TestPoolMachine = PoolMachine.TestCase
+@pytest.mark.parametrize("begun", UNPINNED)
+def test_the_last_pin_cancels_a_fetch_into_a_slot_that_holds_nothing(begun):
+    pool = make_pool()
+    begin, is_cancelled = UNPINNED[begun]
+    begin(pool)
+    slot = pool.find(A)
+    pool.pop_orders()
+    for _ in range(2):
+        pool.pin(slot)
+    pool.unpin(slot)
+    assert not pool.has_work
+    pool.unpin(slot)
+    assert pool.pop_orders() == ((), (slot.index,) * is_cancelled)
+    assert (pool.find(A) is None) == is_cancelled
+    pool.report_filled(slot.index)
+    check_pool(pool)
+
+
+def test_of_several_ranks_the_slowest_counts_and_one_that_fails_is_enough():
+    pool = make_pool(num_ranks=2)
+    slot = pool.fetch(A, 0, GROUPS)
+    pool.pop_orders()
+    for seconds in (2.0, 1.0):
+        assert pool.find(A) is slot
+        pool.report_filled(slot.index, seconds, missed=seconds > 1)
+    assert (slot.seconds, pool.find(A), pool.num_taken) == (2.0, None, 0)
+    check_pool(pool)
+
+
+def test_half_of_the_slots_are_written_at_once():
+    pool = make_pool(num_slots=4)
+    slot = pool.save(A, 0)
+    assert pool.save(B, 0) is not None
+    assert pool.save(C, 0) is None
+    pool.report_filled(slot.index, missed=True)
+    assert pool.save(C, 0) is not None
+    check_pool(pool)
+
+
+@pytest.mark.parametrize("use", ["pinned", "being read"])
+def test_a_chunk_whose_slot_is_in_use_is_neither_dropped_nor_saved_anew(use):
+    pool = make_pool()
+    slot = hold(pool, A, frozenset([0]))
+    if use == "pinned":
+        pool.pin(slot)
+    else:
+        pool.fetch(A, 0, GROUPS)
+    pool.drop(A)
+    assert pool.save(A, 0) is None
+    assert pool.find(A) is slot
+    check_pool(pool)
+
+
+def test_a_slot_whose_write_was_given_up_is_in_use_until_it_is_hashed():
+    pool = make_pool()
+    slot = pool.save(A, 0)
+    pool.report_filled(slot.index)
+    pool.end_write(slot)
+    assert pool.num_taken == 1
+    pool.report_sealed(slot.index)
+    assert pool.num_taken == 0
+    check_pool(pool)
