@@ -11,7 +11,6 @@ import pytest
 from kvferry.contract.messages import LookupMiss
 from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
-from kvferry.testing.clock import FakeClock
 from tests.cache.keeping import PROMPT, keys_of, open_store
 
 
@@ -67,24 +66,6 @@ def test_the_answer_is_logged_at_debug(make_host, observer, caplog):
     (record,) = [each for each in caplog.records if each.message.startswith("request ")]
     assert record.levelname == "DEBUG"
     assert record.message.startswith("request loud\\x1b[31m: of 41 tokens the engine has 0; hits ")
-
-
-def test_no_memory_because_others_have_it(make_host, observer, store):
-    clock = FakeClock()
-    host = make_host(store=store, observer=observer, num_slots=8, clock=clock)
-    writer = make_host(store=store)
-    writer.run("writer", [*PROMPT[:8], *range(600, 633)])
-    writer.settle()
-    holder = host.add("holder", [*PROMPT[:8], *range(600, 633)])
-    while host.scheduler.lookup(holder, 0).num_tokens is None:
-        host.step([])
-    request = host.add("r", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens is None
-    host.settle()
-    clock.advance(6.0)
-    assert host.scheduler.lookup(request, 0) == (32, False, "no_memory")
-    host.admit(request)
-    assert misses(observer) == {"no_memory": 8, "partial": 1}
 
 
 @pytest.mark.parametrize(("num_tokens", "partial"), [(1, 1), (7, 7), (8, 4), (41, 1), (47, 7)])

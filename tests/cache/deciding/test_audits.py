@@ -220,15 +220,6 @@ def test_memory_for_one_chunk_is_refused_unless_nothing_is_audited(make_host):
     make_host(audit="off", num_slots=1)
 
 
-@pytest.mark.parametrize("num_slots", [2, 3, 4, 5, 6])
-def test_little_memory_makes_shorter_hits_that_are_audited(reader, num_slots):
-    host = reader(num_slots=num_slots)
-    request = settled_run(host, "first")
-    assert request.num_external_tokens == min(SHORT, (num_slots - 2) * CHUNK)
-    assert counts(host) == (1, 0, 0)
-    assert settled_run(host, "later").num_external_tokens == min(WHOLE, num_slots * CHUNK)
-
-
 # ---- another model
 
 

@@ -220,6 +220,9 @@ def test_a_hit_of_more_chunks_than_slots_is_shorter():
     act = decide("H" * (SLOTS + 2)).act
     assert isinstance(act, Promise)
     assert (act.hit.stop, act.miss) == (CHUNK * SLOTS, NO_MEMORY)
+    # If it is audited, it leaves a slot for the copy, and ends before the chunk that is compared.
+    act = decide("H" * (SLOTS + 2), wanted={"place": 0.9}).act
+    assert (act.hit.stop, act.hit.audited) == (CHUNK * (SLOTS - 2), SLOTS - 2)
 
 
 def test_a_window_needs_the_last_chunks_only():
