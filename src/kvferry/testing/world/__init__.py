@@ -9,6 +9,7 @@ thread and in virtual time. A failure is replayed by one line (docs/world.md).
     shapes.py   how hosts and engines are set up
     requests.py requests of a host, and its steps
     memory.py   which of a host's blocks requests hold, and which its prefix cache offers
+    device.py   computes NaN when a scenario says so
     host.py     the simulated host: schedules requests over that KV
     engine.py   an engine: the cache as hosts open it, over such a host
     scenario.py what a scenario is

@@ -281,9 +281,10 @@ class Engine:
         def condemn(keys: Sequence[ChunkKey], *given: Any) -> None:
             found = [slot for slot in map(pool.find, keys) if slot is not None]
             self._condemned.update((id(slot), slot) for slot in found)
+            self.watch.truth.taken_out.update(dict.fromkeys(keys, self.loop.now))
             take_out(keys, *given)
 
-        self.scheduler.audits.take_out = condemn
+        self.scheduler.audits.take_out = self.scheduler.saves._take_out = condemn
 
     def _name_later(self, part: PrefixCache, weights: bytes) -> None:
         """A rank hashes its weights while it serves."""

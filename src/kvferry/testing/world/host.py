@@ -17,6 +17,7 @@ from kvferry.contract.handover import STAMP
 from kvferry.contract.messages import WorkerOutput
 from kvferry.contract.scheduler import SchedulerRole
 from kvferry.testing.prefixes import extend_seeds
+from kvferry.testing.world.device import Device
 from kvferry.testing.world.kv import TAINT, RankKV, Right, WrongToken
 from kvferry.testing.world.loop import Loop, Wrong
 from kvferry.testing.world.memory import HostMemory
@@ -28,10 +29,6 @@ IDLE_SECONDS = 0.005
 LONGEST_IDLE_SECONDS = 0.5
 IDLE_GROWTH = 2.0
 """Pauses between steps without tokens; they grow while nothing happens."""
-
-HASH_SECONDS = 1.0
-"""NaN shows while a chunk is hashed. Until then, memory may offer it, as a prefix cache does
-(docs/identity.md)."""
 
 
 class Watch(Protocol):
@@ -79,7 +76,6 @@ class Host:
     Attributes:
         longest_wait: seconds for which a look-up may be answered by "ask again", if no other engine
             is waited for.
-        num_glitches: so many requests have NaN computed for them, soon.
         num_preemptions: so many running requests are preempted in the next step.
         resets_within: whether the connector is reset once more between the look-ups of the next
             step and its plan, as no host should.
@@ -114,8 +110,8 @@ class Host:
         self.num_steps = 0
         self._fold = WorkerOutputFold(len(self.ranks))
         self.longest_wait = math.inf
-        self.num_glitches = self.num_copies = 0
-        self._glitched: dict[int, float] = {}  # by the seed of a token, when it was NaN last
+        self.num_copies = 0
+        self.device = Device(loop, shape.block_size, watch.is_not_finite, rng)
         self.num_preemptions = 0
         self.resets_within = self.plans_twice = self.is_broken = self.has_lost_plan = False
         self.off = ""
@@ -219,6 +215,7 @@ class Host:
         request.num_computed_tokens = 0
         request.turn += 1
         request.is_spoilt = request.is_tainted = request.is_lost = False
+        request.blip = range(0)
 
     # -- scheduling -----------------------------------------------------------------------------
 
@@ -365,10 +362,8 @@ class Host:
     def _execute(self, step: HostStep) -> WorkerOutput:
         num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
         seconds = 0.002 + num_tokens / self.shape.tokens_per_second
-        for item in step.scheduled[: self.num_glitches]:
-            item.request.is_spoilt = True
-            self.memory.uncache(self._written(step, item.request))
-            self.num_glitches -= 1
+        for request in self.device.begin(step):
+            self.memory.uncache(self._written(step, request))
         order = list(range(len(self.ranks)))
         self._random.shuffle(order)
         before = self.num_copies
@@ -389,7 +384,7 @@ class Host:
         output = self._fold.fold(outputs)
         self.memory.bad |= output.invalid_block_ids
         for request, tokens in wrong.items():
-            silent = {each.block for each in tokens if not self._is_glitch(request, each)}
+            silent = {each.block for each in tokens if not self.device.may_show(request, each)}
             if not silent:
                 request.is_spoilt = True
                 loaded = {each.block for each in tokens}
@@ -408,14 +403,6 @@ class Host:
                     self.memory.uncache(written)
         return output
 
-    def _is_glitch(self, request: HostRequest, token: WrongToken) -> bool:
-        """Whether memory may have offered this: the device computed NaN for these very tokens, so
-        short ago that it may not have shown yet; or an older release stored it."""
-        seed = request.seeds[token.place]
-        at = self._glitched.get(seed, -math.inf)
-        is_recent = self.loop.now < at + HASH_SECONDS
-        return token.is_nan and (is_recent or self._watch.is_not_finite(seed))
-
     def _written(self, step: HostStep, request: HostRequest) -> set[int]:
         """The blocks into which a step wrote what it computed for a request."""
         item = next(each for each in step.scheduled if each.request is request)
@@ -428,25 +415,24 @@ class Host:
     ) -> None:
         """Read what each request attends to, and write what it computes: wrong KV from wrong."""
         for item in step.scheduled:
-            request, start, stop = item.request, item.num_computed_tokens, item.stop
-            new = request.seeds[start:stop]
+            request, start = item.request, item.num_computed_tokens
             right = self._right(request)
             if request.is_spoilt:
-                kv.compute(request.block_ids, right, start, stop, more=math.nan)
-                self._glitched.update(dict.fromkeys(new, self.loop.now))
+                self.device.compute(kv, item, right, math.nan)
                 continue
             found = []
             if request.read != (self.num_copies, request.turn):
                 found = kv.wrong_tokens(request.block_ids, right, start)
+            if request.blip:
+                found = [each for each in found if each.place not in request.blip]
             if found:
                 wrong.setdefault(request, []).extend(found)
             else:
                 self._watch.computed(item)
             more = TAINT if found else 0.0
-            if found and all(self._is_glitch(request, each) for each in found):
+            if found and all(self.device.may_show(request, each) for each in found):
                 more = math.nan
-                self._glitched.update(dict.fromkeys(new, self.loop.now))
-            kv.compute(request.block_ids, right, start, stop, more=more)
+            self.device.compute(kv, item, right, more)
 
     def _update(self, step: HostStep) -> None:
         output = step.output

@@ -10,7 +10,7 @@ from kvferry.contract.spec import Mode
 from kvferry.store.kinds import is_peer
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.loop import Wrong
-from kvferry.testing.world.media import NOT_FINITE, Medium, key_in
+from kvferry.testing.world.media import NOT_FINITE, OUTAGES, Medium, key_in
 from kvferry.testing.world.requests import HostRequest
 from kvferry.testing.world.scenario import Ask
 from kvferry.testing.world.world import HEED_SECONDS, World
@@ -21,6 +21,9 @@ SETTLE_SECONDS = 60.0
 
 WRONG_SECONDS = 65.0
 """So long after a wrong record was found, its key is looked for in stores once more."""
+
+UNREACHED = ("kill", "restart", *(f"fault {what}" for what in OUTAGES if what != "slow"))
+"""What may keep an engine from a server."""
 
 LEAST_BYTES = 1024
 """A record has more."""
@@ -33,6 +36,7 @@ _APART = RequestOptions(store=False)
 
 def look_again(world: World) -> None:
     """Runs in: the main task. Raises Wrong."""
+    _check_taken_out(world)
     _restart_writers(world)
     engines = [each for each in world.engines.values() if not (each.off or each.has_lost_plan)]
     for engine in engines:
@@ -46,6 +50,20 @@ def look_again(world: World) -> None:
         if other is not engine:
             _check_across(world, engine, other)
     _check_erased(world)
+
+
+def _check_taken_out(world: World) -> None:
+    """What an engine took out is on no server, unless it was computed again. One that ended then
+    may have left it there; so may one that did not reach the server, which tries once."""
+    happened = {what for what, number in world.happened.items() if number}
+    if len(world.scenario.engines) > 1 or not happened.isdisjoint(UNREACHED):
+        return
+    for medium in world.media.by_name.values():
+        for name in medium.values:
+            if name.endswith(".json") or name in medium.failed_deletes:
+                continue
+            if world.truth.is_taken_out(key_in(name)):
+                raise Wrong("verdict", f"{medium.name} has {name}, which was taken out")
 
 
 def _restart_writers(world: World) -> None:

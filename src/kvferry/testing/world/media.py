@@ -63,6 +63,7 @@ class Medium:
     Attributes:
         faults: the faults that are on, and whom they hit: the name of an engine, or "" for all.
         failed_questions: the engines whose questions for keys have failed.
+        failed_deletes: the names that a client could not delete.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Medium:
         self.values: OrderedDict[str, bytes] = OrderedDict()
         self.faults: dict[str, str] = {}
         self.failed_questions: set[str] = set()
+        self.failed_deletes: set[str] = set()
         self._max_bytes = max_bytes
         self._truth = truth
 
@@ -206,7 +208,11 @@ class MediumClient(RemoteClient):
         return [name in self._medium.values for name in names]
 
     def delete(self, name: str, deadline: float) -> bool:
-        self._enter(deadline)
+        try:
+            self._enter(deadline)
+        except (StoreError, TypeError):
+            self._medium.failed_deletes.add(name)
+            raise
         return self._medium.values.pop(name, None) is not None
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:

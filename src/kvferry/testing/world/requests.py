@@ -40,6 +40,7 @@ class HostRequest:
         read: what its host had copied, and the turn, when a forward found all of its KV right.
         was_off: why the cache was off when it was first admitted.
         is_spoilt: whether the device wrote NaN for it: what it computes on that is NaN, too.
+        blip: places of its tokens for which the device wrote NaN without harm to what followed.
         is_tainted: whether it computed on a load that failed, and goes on.
         is_lost: whether a load failed that it cannot compute again, as a window has dropped what is
             needed for that: it begins anew.
@@ -61,6 +62,7 @@ class HostRequest:
     admitted: tuple[int, int, int] | None = None
     asks_since: float | None = None
     is_spoilt: bool = False
+    blip: range = range(0)
     is_tainted: bool = False
     is_lost: bool = False
     outcome: str = ""

@@ -16,7 +16,7 @@ from kvferry.testing.world.scenario import DIRECTORY, Action, Ask, Outcome, Scen
 from kvferry.testing.world.shapes import NEAR, EngineShape, HostShape
 from kvferry.testing.world.twists import (
     LATER_TWISTS,
-    OLDER_TWIST,
+    NOT_FINITE_TWISTS,
     TWISTS,
     in_vain,
     lending,
@@ -37,8 +37,8 @@ IN_VAIN = 0.05
 """The part of others with several engines in which what is handed over never comes."""
 LATER = 0.2
 """The part of others that have such a script and nothing else."""
-OLDER = 0.08
-"""The part of scenarios with NaN that an older release stored; in a third, a script needs it."""
+BAD_VALUES = 0.1
+"""The part of scenarios with NaN that an older release stored, or with a script about NaN."""
 WINDOWS = 0.25
 """The part of models that have a group with a window."""
 FILES = 0.04
@@ -101,12 +101,12 @@ def draw(seed: int) -> Scenario:
     elif more.random() < LATER:
         first, actions = twisted(more, engines[0], list(media), more.choice(LATER_TWISTS))
         engines = (first, *engines[1:])
-    older = random.Random(f"not finite {seed}")
-    if older.random() < OLDER / 3:
-        first, actions = twisted(older, engines[0], list(media), OLDER_TWIST)
-        engines = (first, *engines[1:])
-    elif older.random() < OLDER * 2 / 3:
-        actions = (*actions, *_not_finite(older, list(media), actions[-1].at))
+    bad = random.Random(f"not finite {seed}")
+    if bad.random() < BAD_VALUES / 2:
+        first, actions = twisted(bad, engines[0], list(media), bad.choice(NOT_FINITE_TWISTS))
+        engines = (first,)
+    elif bad.random() < BAD_VALUES / 2:
+        actions = (*actions, *_not_finite(bad, list(media), actions[-1].at))
     if more.random() < WINDOWS:
         window = more.choice((chunk_tokens, 14, 20, 33))
         engines = tuple(_with_window(each, window) for each in engines)

@@ -117,6 +117,19 @@ def _not_finite(_rng: random.Random, name: str, media: Sequence[str]) -> Script:
     return script
 
 
+def _blip(rng: random.Random, name: str, media: Sequence[str]) -> Script:
+    """What was computed behind NaN is being written when the NaN shows, and the weights change."""
+    script: Script = [(0.0, "fault", (medium, "slow", 60.0, "")) for medium in media]
+    for number in range(4):
+        at, ask = 15.0 * number + 0.1, Ask(number, 64, tail=0, max_tokens=20)
+        script += [
+            (at, "glitch", (name, False)),
+            (at, "send", (name, ask)),
+            (at + rng.choice((0.2, 0.5, 1.0)), "reset", (name, True)),
+        ]
+    return script
+
+
 class Twist(NamedTuple):
     """A script, and how it sets up its engine."""
 
@@ -157,11 +170,18 @@ LATER_TWISTS = (
 """Apart from the others, so that what was drawn before stays as it is."""
 
 
-OLDER_TWIST = Twist(
-    _not_finite,
-    shape={"late_weights": 0.0},
-    host={**_CROWDED, "max_tokens": 64, "decode_tokens": 1},
-    options={"audit": 0.5},
+NOT_FINITE_TWISTS = (
+    Twist(
+        _not_finite,
+        shape={"late_weights": 0.0},
+        host={**_CROWDED, "max_tokens": 64, "decode_tokens": 1},
+        options={"audit": 0.5},
+    ),
+    Twist(
+        _blip,
+        shape={"late_weights": 0.0, "num_slots": 24},
+        host={"max_tokens": 64, "decode_tokens": 1, "tokens_per_second": 2000.0},
+    ),
 )
 
 

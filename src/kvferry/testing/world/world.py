@@ -21,15 +21,7 @@ from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.host import Host
 from kvferry.testing.world.loop import START, Loop, Wrong
-from kvferry.testing.world.media import (
-    FAULTS,
-    NOT_FINITE,
-    OFFENCES,
-    Media,
-    Medium,
-    Peers,
-    forget,
-)
+from kvferry.testing.world.media import FAULTS, Media, Medium, Peers, forget
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.requests import UNREAD, HostRequest, Scheduled
 from kvferry.testing.world.scenario import DIRECTORY, Ask, Scenario
@@ -179,7 +171,6 @@ class World:
 
     def suffer(self, medium: str, what: str) -> None:
         """Something happens to what a medium holds."""
-        assert what in (*OFFENCES, NOT_FINITE)
         self.media.by_name[medium].suffer(what)
 
     def lose_files(self, what: str) -> None:
@@ -234,10 +225,12 @@ class World:
     def weights_file(self, engine: str) -> str:
         return f"{self.directory}/{engine}.weights"
 
-    def glitch(self, engine: str) -> None:
-        """The device computes NaN for the next request that runs."""
+    def glitch(self, engine: str, spreads: bool = True) -> None:
+        """The device computes NaN for the next request that runs: in all that follows, too, or in
+        one block, which does no harm to what follows."""
         if (running := self._running(engine)) is not None and running.host is not None:
-            running.host.num_glitches += 1
+            running.host.device.num_glitches += spreads
+            running.host.device.num_blips += not spreads
 
     def break_at(self, engine: str, place: str, number: int) -> None:
         """A part of the scheduler role raises an unforeseen error, once. Needs engines that are not
@@ -356,7 +349,8 @@ class World:
         for engine in self.engines.values():
             engine.mend()
             if engine.host is not None:
-                engine.host.num_glitches = engine.host.num_preemptions = 0
+                engine.host.device.heal()
+                engine.host.num_preemptions = 0
                 engine.host.plans_twice = engine.host.resets_within = False
 
     # -- what it knows --------------------------------------------------------------------------
