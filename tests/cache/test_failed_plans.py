@@ -72,61 +72,6 @@ def test_loads_of_a_plan_that_failed_are_in_no_later_plan(make_host, stored, mon
     assert not build_plan(host, request).plan.loads
 
 
-CALLS = [
-    "saves.poll_writes", "saves.plan", "saves.has", "saves.await_reports", "audits.plan",
-    "pool.save", "context.tables.chunk_slices", "policy.begin_step",
-    "_fetch_early",
-]  # fmt: skip
-"""What building a plan calls."""
-
-
-def raise_in(patch: pytest.MonkeyPatch, role: Any, name: str, when: str) -> list[str]:
-    """Have a call raise; the names of calls that did are added to the list returned."""
-    *path, last = name.split(".")
-    part = reduce(getattr, path, role)
-    real, raised = getattr(part, last), []
-
-    def call(*args: Any, **options: Any) -> None:
-        if when == "after":
-            real(*args, **options)
-        raised.append(name)
-        raise ZeroDivisionError
-
-    patch.setattr(part, last, call)
-    return raised
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_fault_anywhere_in_building_a_plan_leaks_no_slot(
-    make_host, directory, monkeypatch, name, when, world_size
-):
-    """The plan would have carried a load, its audit and saves; the next prompt has all of these."""
-    host = make_host(store=directory.as_uri(), world_size=world_size, audit=1.0)
-    role = host.scheduler
-    host.scheduler = GuardedScheduler(role, Counters(), block_size=host.block_size)
-    request = host.admitted("reader", [*PROMPT, *range(50)])
-    with monkeypatch.context() as patch:
-        raised = raise_in(patch, role, name, when)
-        request.num_scheduled_tokens = len(request.all_token_ids) - request.num_computed_tokens
-        plan = build_plan(host, request)
-    assert raised == [name]
-    assert plan.lost_block_ids
-    check_pool(host.pool, role.holds())
-    assert all(slot.is_idle for slot in slots_of(host.pool).values())
-    host.finish(request)
-    assert not any(slot.pins for slot in slots_of(host.pool).values())
-    # All of it is stored and audited the next time.
-    longer = [*PROMPT, *range(50)]
-    next_one = host.run("next", longer)
-    assert next_one.num_external_tokens == (NUM_CHUNKS - 1) * 8  # one is computed, to compare
-    host.settle()
-    assert host.observer["audits"] == 1
-    assert sum(1 for _ in directory.rglob("*.safetensors")) == len(longer) // 8
-    check_pool(host.pool, role.holds())
-
-
 @pytest.mark.parametrize("hook", ["plan", "_follow_identity", "start_load", "collect"])
 def test_a_step_that_was_planned_before_the_host_heard_of_a_failed_load_saves_nothing(
     make_host, stored, monkeypatch, hook

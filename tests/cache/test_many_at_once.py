@@ -12,7 +12,7 @@ from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import FailingStore
 from kvferry.testing.wrappers import WrapperStore
 
-from .keeping import assert_settles, keys_of, open_store, wait_for
+from .keeping import assert_settles, keys_of, open_store, run_until_stored
 
 NUM_REQUESTS = 16
 CHUNK = 128
@@ -33,20 +33,7 @@ def write(make_host, directory: Path, world_size: int) -> Any:
     """A host that has stored the prefix."""
     url = f"file://{directory}"
     host = make_host(store=url, world_size=world_size, **OPTIONS)
-    request = host.admitted("writer", PREFIX)
-    host.prefill(request)
-
-    def is_stored() -> bool:
-        host.settle(timeout=0.5)
-        return host.observer["put_stored"] == NUM_CHUNKS
-
-    for token in range(60):  # what found no slot in one step is saved in a later one
-        if is_stored():
-            break
-        request.all_token_ids.append(token)
-        host.prefill(request)
-    wait_for(is_stored)
-    host.finish(request)
+    run_until_stored(host, PREFIX)
     return host
 
 

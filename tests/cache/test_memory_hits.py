@@ -14,7 +14,6 @@ from kvferry.store.memory import MemoryStore
 from kvferry.testing.faults import Gate
 
 from .keeping import (
-    DAMAGES,
     NUM_CHUNKS,
     PROMPT,
     CountingStore,
@@ -234,20 +233,6 @@ def test_a_host_may_take_less_than_it_was_promised(host):
 
 
 # -- what became of the store meanwhile ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_in_the_store_does_not_reach_what_is_held(host, directory: Path, name: str):
-    damage, counter = DAMAGES[name]
-    damage(records(directory)[2])
-    assert host.run("of memory, and right", PROMPT).num_external_tokens == 40
-    assert host.observer[counter] == 0
-    # Once it is read again, it is found.
-    host.forget_memory()
-    assert host.run("of the store", PROMPT).num_external_tokens in (0, 8, 16, 24, 32)
-    assert host.observer[counter] == 1
-    assert_settles(host)
-    assert host.run("of memory again", PROMPT).num_external_tokens == 40
 
 
 def test_what_was_deleted_from_the_store_is_held_on(host):

@@ -233,28 +233,6 @@ def test_a_load_that_is_not_audited_is_reported_in_the_next_plan_after_a_fault(
     assert getattr(plan, "plan", plan).unchecked == (load,)
 
 
-@pytest.mark.parametrize("hook", ["reset", "expect_no_reports"])
-def test_a_fault_while_an_epoch_begins_leaves_no_pin_without_an_owner(make_host, hook, monkeypatch):
-    host = make_host()
-    host.run("writer", PROMPT)
-    host.settle()
-    request = host.add("reader", PROMPT)
-    assert host.scheduler.lookup(request, 0).num_tokens == 40
-    unpin, calls = host.pool.unpin, []
-
-    def breaks_once(slot):
-        calls.append(slot)
-        if len(calls) == 2:
-            raise RuntimeError("unforeseen")
-        unpin(slot)
-
-    monkeypatch.setattr(host.pool, "unpin", breaks_once)
-    host.scheduler.identity.reset()  # by another part of the process
-    with pytest.raises(RuntimeError):
-        getattr(host.scheduler, hook)()
-    assert host.pool.num_pins == sum(map(len, host.scheduler.holds()))
-
-
 def test_each_hook_that_changes_something_lets_go_of_what_has_no_owner():
     hooks = {name: each for name, each in vars(CacheScheduler).items() if name[0] != "_"}
     unwrapped = {

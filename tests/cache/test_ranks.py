@@ -23,7 +23,7 @@ from kvferry.testing.wrappers import WrapperStore
 from tests.cache.hosts import make_groups
 from tests.cache.pools import check_pool
 
-from .keeping import PROMPT, assert_settles, keys_of, lose_chunk, wait_for
+from .keeping import PROMPT, assert_settles, keys_of, lose_chunk, run_until_stored, wait_for
 
 
 def groups(num_kv_heads: int = 4):
@@ -35,15 +35,7 @@ def store_prompt(
 ):
     model = model or groups(num_kv_heads)
     host = make_host(store=url, groups=model, world_size=world_size, **options)
-    request = host.admitted("writer", PROMPT)
-    host.prefill(request, budget=8)
-    for _ in range(100):
-        request.all_token_ids.append(1)
-        host.prefill(request, budget=1)
-        host.settle(timeout=0.5)
-        if host.observer["put_stored"] == 5:
-            break
-    host.finish(request)
+    run_until_stored(host, PROMPT, budget=8)
     return host
 
 

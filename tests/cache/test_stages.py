@@ -10,7 +10,7 @@ import pytest
 from kvferry.layout.shards import pipeline_shard
 from tests.cache.hosts import make_groups
 
-from .keeping import PROMPT, records
+from .keeping import PROMPT, records, run_until_stored
 from .windowed import MIXED
 
 ONE = make_groups(num_layers=5, num_kv_heads=2)
@@ -35,13 +35,7 @@ def shape_of(case: str) -> dict[str, object]:
 
 def stored(make_host, store: Path, **shape) -> dict[str, bytes]:
     host = make_host(store=store.as_uri(), engine_id=store.name, **shape)
-    request = host.admitted("writer", PROMPT)
-    host.prefill(request, budget=8)
-    while host.observer["put_stored"] < 5:
-        request.all_token_ids.append(1)
-        host.prefill(request, budget=1)
-        host.settle(timeout=0.5)
-    host.finish(request)
+    run_until_stored(host, PROMPT, budget=8)
     return {path.name: path.read_bytes() for path in records(store / "records")}
 
 
