@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from kvferry.store.record_client import RecordClient
 from kvferry.store.url import open_store
 
 CHUNK = 16
+ROOT = Path(__file__).parents[3]
 
 
 class Generated(NamedTuple):
@@ -119,3 +123,45 @@ def assert_same_as_cold(model, input_ids, generated: Generated, within: float = 
     sequences, logits = generate(model, input_ids)
     assert (generated.logits - logits).abs().max() <= within
     assert generated.token_ids == sequences[0].tolist()
+
+
+def run_elsewhere(code: str, *arguments: object) -> list[str]:
+    """Run code in another process. Return the lines that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+_CHAT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from kvferry.adapters.transformers import StoredKV
+from tests.adapters.transformers.generating import generate, prompt
+
+store_url, chunk, num_turns, path = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+with StoredKV(model, store_url, chunk_tokens=int(chunk)) as kv:
+    token_ids = prompt(40).clamp(max=250)
+    for turn in range(int(num_turns)):
+        sequences, logits = generate(kv, token_ids)
+        print(kv.num_loaded)
+        cold_sequences, cold = generate(model, token_ids)
+        assert torch.equal(sequences, cold_sequences)
+        assert (logits - cold).abs().max() <= 1e-4 * cold.abs().max().clamp(max=1)
+        more = prompt(30, seed=turn + 1).clamp(max=250)
+        token_ids = torch.cat((sequences, more), dim=1)
+"""
+
+
+def chat_elsewhere(store_url: str, chunk: int, num_turns: int, path: Path) -> list[int]:
+    """Have another process go through turns of a conversation, whose prompts have 40, 75, 110, ...
+    tokens. Return how many tokens of each it read; its answers are right."""
+    return [int(line) for line in run_elsewhere(_CHAT, store_url, chunk, num_turns, path)]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,6 +18,7 @@ from tests.adapters.transformers.generating import (
     loaded,
     prompt,
     reuse,
+    run_elsewhere,
 )
 
 ARCHITECTURES = [
@@ -257,12 +254,7 @@ def test_another_process_reads_batches_and_beams(model_dir, load_model, store_ur
     paths = [model_dir(arch) for arch in ("llama", "gemma2", "gemma3_text")]
     for path in paths:
         run(load_model(path), store_url, batch(90, 53, 37))
-    command = [sys.executable, "-c", READER, store_url, *map(str, paths)]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=True, timeout=240
-    )
-    assert done.stdout.splitlines() == ["(80, 0) (80, 0)"] * len(paths)
+    assert run_elsewhere(READER, store_url, *paths) == ["(80, 0) (80, 0)"] * len(paths)
 
 
 def test_the_journal_has_a_line_for_each_row(model_dir, load_model, store_url, tmp_path):

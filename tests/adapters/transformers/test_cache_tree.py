@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from kvferry.store.base import Where
 from kvferry.store.url import open_store
 from kvferry.testing.faults import flip_bit
 from kvferry.testing.models import write_random_model
-from tests.adapters.transformers.generating import generate, loaded
+from tests.adapters.transformers.generating import chat_elsewhere, generate, loaded
 from tests.adapters.transformers.image_configs import build_image_text, image_text_config
 from tests.adapters.transformers.trees import CHUNK, HIT, WITHIN, assert_right, ids_of, reuse
 
@@ -362,44 +360,11 @@ def test_leaves_of_all_kinds_are_repeated(tree_dir, load_model, store_url, model
 
 # ---- conversations
 
-CHAT = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-from kvferry.adapters.transformers import StoredKV
-from tests.adapters.transformers.generating import generate, prompt
-
-store_url, path, num_turns = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-with StoredKV(model, store_url) as kv:
-    token_ids = prompt(40).clamp(max=250)
-    for turn in range(int(num_turns)):
-        sequences, logits = generate(kv, token_ids)
-        print(kv.num_loaded, end=" ")
-        cold_sequences, cold = generate(model, token_ids)
-        assert torch.equal(sequences, cold_sequences)
-        assert (logits - cold).abs().max() <= 1e-5 * cold.abs().max()
-        more = prompt(30, seed=turn + 1).clamp(max=250)
-        token_ids = torch.cat((sequences, more), dim=1)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
 def test_a_conversation_goes_on_in_another_process(tree_dir, store_url, model_type):
-    def chat(num_turns):
-        done = subprocess.run(
-            [sys.executable, "-c", CHAT, store_url, str(tree_dir(model_type)), str(num_turns)],
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr
-        return [int(each) for each in done.stdout.split()]
-
-    # Prompts of 40, 75, 110, ... tokens, of which all but the last two may be read.
+    # Of prompts of 40, 75, 110, ... tokens, all but the last two may be read.
     ends = [(40 + 35 * turn - 2) // CHUNK * CHUNK for turn in range(8)]
-    assert chat(8) == [0, *ends[:-1]]
-    assert chat(8) == ends
+    for expected in ([0, *ends[:-1]], ends):
+        assert chat_elsewhere(store_url, CHUNK, 8, tree_dir(model_type)) == expected

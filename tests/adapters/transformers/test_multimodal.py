@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from kvferry.adapters.transformers import StoredKV
 from kvferry.adapters.transformers.host_model import HostModel
 from kvferry.engine.model import quiet_transformers
 from kvferry.observe import Counters
-from kvferry.testing.models import write_random_model
 from tests.adapters.transformers import generating
 from tests.adapters.transformers.generating import generate, prompt
-from tests.adapters.transformers.tiny_configs import WITH_IMAGES, build_with_images
+from tests.adapters.transformers.tiny_configs import WITH_IMAGES
 
 CHUNK = 64
 LENGTH, HIT = 141, 128
@@ -24,20 +22,6 @@ WITHIN = 1e-5
 """Of the largest logit."""
 
 reuse = partial(generating.reuse, chunk_tokens=CHUNK)
-
-
-@pytest.fixture(scope="session")
-def image_dir(tmp_path_factory):
-    """Factory: a directory of a tiny model that takes images, made once."""
-    made: dict[str, Path] = {}
-
-    def factory(model_type: str) -> Path:
-        if model_type not in made:
-            place = tmp_path_factory.mktemp(model_type) / "model"
-            made[model_type] = write_random_model(place, partial(build_with_images, model_type))
-        return made[model_type]
-
-    return factory
 
 
 @pytest.fixture

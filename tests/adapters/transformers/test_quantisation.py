@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -28,7 +27,14 @@ from kvferry.blocks.tolerance import (
 from kvferry.engine import LLM
 from kvferry.errors import ConfigError
 from kvferry.testing.models import write_random_model
-from tests.adapters.transformers.generating import CHUNK, generate, loaded, prompt, reuse
+from tests.adapters.transformers.generating import (
+    CHUNK,
+    generate,
+    loaded,
+    prompt,
+    reuse,
+    run_elsewhere,
+)
 from tests.adapters.transformers.quantised import FORMATS, change_config, pack, write_quantised
 from tests.adapters.transformers.tiny_configs import build_model, tiny_config
 
@@ -114,14 +120,7 @@ def test_another_process_reads_what_one_stored(packed_dir, load_model, store_url
         url = f"{store_url}/{name.replace(' ', '-')}"
         assert reuse(load_model(packed_dir(name)), url, prompt(LENGTH)).num_saved == HIT
         arguments += [str(packed_dir(name)), url]
-    reader = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _READER, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert reader.stdout.split() == [str(HIT)] * len(FORMATS)
+    assert run_elsewhere(_READER, *arguments) == [str(HIT)] * len(FORMATS)
 
 
 # Without experts: with activations of 8 bits, rounding sends tokens to others.

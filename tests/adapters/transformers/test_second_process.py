@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.adapters.transformers.generating import run_elsewhere
 from tests.adapters.transformers.trees import HIT, WITHIN, ids_of, reuse
 
 # Recurrent states of several kinds, convolutions, windows, latents, indexers.
@@ -46,17 +44,7 @@ for path in paths:
 
 
 def read_elsewhere(store_url, dtype, paths) -> list[dict]:
-    command = [sys.executable, "-c", READER, store_url, dtype, *map(str, paths)]
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in run_elsewhere(READER, store_url, dtype, *paths)]
 
 
 def difference(found, expected) -> float:

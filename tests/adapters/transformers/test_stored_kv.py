@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from kvferry.store.url import open_store, parse_store_url
 from tests.adapters.transformers.generating import (
     CHUNK,
     assert_same_as_cold,
+    chat_elsewhere,
     generate,
     loaded,
     prompt,
@@ -345,49 +344,14 @@ def test_a_pipeline_generates_with_the_store(model_dir, load_model, store_url, t
     assert counts["model_changed"] == 0
 
 
-CHAT = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-from kvferry.adapters.transformers import StoredKV
-from tests.adapters.transformers.generating import CHUNK, generate, prompt
-
-store_url, num_turns, *paths = sys.argv[1:]
-for path in paths:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with StoredKV(model, store_url, chunk_tokens=CHUNK) as kv:
-        token_ids = prompt(40)
-        for turn in range(int(num_turns)):
-            sequences, logits = generate(kv, token_ids, new_tokens=20)
-            print(kv.num_loaded, end=" ")
-            cold_sequences, cold = generate(model, token_ids, new_tokens=20)
-            assert torch.equal(sequences, cold_sequences)
-            assert (logits - cold).abs().max() < 1e-4
-            token_ids = torch.cat((sequences, prompt(70, seed=turn + 1)), dim=1)
-"""
-
-
 @pytest.mark.slow
-def test_a_conversation_goes_on_in_another_process(model_dir, store_url):
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_a_conversation_goes_on_in_another_process(model_dir, store_url, arch):
     """Each turn reads the prompt of the turn before it; the second process also reads that of its
     last turns, which the first one had."""
-    paths = [model_dir(arch) for arch in ("llama", "gemma3_text")]
-
-    def chat(num_turns):
-        done = subprocess.run(
-            [sys.executable, "-c", CHAT, store_url, str(num_turns), *map(str, paths)],
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr
-        return [int(each) for each in done.stdout.split()]
-
-    # Prompts of 40, 130, 220 and 310 tokens.
-    assert chat(2) == [0, 32] * len(paths)
-    assert chat(4) == [32, 128, 128, 208] * len(paths)
+    path = model_dir(arch)
+    assert chat_elsewhere(store_url, CHUNK, 2, path) == [0, 32]
+    assert chat_elsewhere(store_url, CHUNK, 4, path) == [32, 64, 64, 96]
 
 
 def test_eviction_takes_the_ends_of_prompts_first(load_model, store_url):

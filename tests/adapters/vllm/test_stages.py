@@ -84,15 +84,12 @@ def config_of(model, rank=0, tp_size=1, stages=2):
     return config
 
 
-def specs_of(model, stages, tp_size=1) -> list[EngineSpec]:
-    """Return what each rank makes of the groups of its stage."""
-    found: list[EngineSpec] = []
-    for tp_rank in range(tp_size):
-        configs = [
-            config_of(model, stage * tp_size + tp_rank, tp_size, len(stages))
-            for stage in range(len(stages))
-        ]
-        calls = [
+def described(model, stages, tp_size=1, tp_rank=0):
+    """Return what the ranks of this number make of the groups of their stages, or raise."""
+    calls = []
+    for stage, groups in enumerate(stages):
+        config = config_of(model, stage * tp_size + tp_rank, tp_size, len(stages))
+        calls.append(
             lambda exchange, config=config, groups=groups: engine_spec(
                 config,
                 find_layers(config, KVCacheConfig(groups), "cuda", exchange, is_worker=True),
@@ -100,12 +97,18 @@ def specs_of(model, stages, tp_size=1) -> list[EngineSpec]:
                 128,
                 lambda: IDENTITY,
             )
-            for config, groups in zip(configs, stages, strict=True)
-        ]
-        for each in together(calls):
-            if isinstance(each, Exception):
-                raise each
-            found.append(each)
+        )
+    return together(calls)
+
+
+def specs_of(model, stages, tp_size=1) -> list[EngineSpec]:
+    """Return what each rank makes of the groups of its stage."""
+    found = [
+        each for tp_rank in range(tp_size) for each in described(model, stages, tp_size, tp_rank)
+    ]
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
     return sorted(found, key=lambda spec: spec.shard.rank)
 
 
@@ -193,22 +196,6 @@ def test_ranks_of_a_stage_hold_its_layers_and_their_heads(model):
 # -- what is refused, on every rank ----------------------------------------------------------------
 
 
-def refused(model, stages):
-    configs = [config_of(model, stage, stages=len(stages)) for stage in range(len(stages))]
-    return together(
-        [
-            lambda exchange, config=config, groups=groups: engine_spec(
-                config,
-                find_layers(config, KVCacheConfig(groups), "cuda", exchange, is_worker=True),
-                None,
-                128,
-                lambda: IDENTITY,
-            )
-            for config, groups in zip(configs, stages, strict=True)
-        ]
-    )
-
-
 REFUSED = {
     "a layer that is not served": (
         [[Group(names(0), FULL)], [Group(names(1), odd(FullAttentionSpec, extra_bytes=64))]],
@@ -240,7 +227,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_one_stage_is_refused_for_all_ranks_say_in_one_line(model, case):
     stages, part = REFUSED[case]
-    errors = refused(model, stages)
+    errors = described(model, stages)
     assert [type(error) for error in errors] == [ConfigError] * 2
     assert str(errors[0]) == str(errors[1])
     assert "\n" not in str(errors[0])
