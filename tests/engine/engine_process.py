@@ -106,12 +106,6 @@ class EngineProcess:
         """Have prompts answered in one batch; `params` is a list for each, or one for all."""
         return self.call("ask", prompts, params, max_tokens)
 
-    def resume(self, *, is_wanted: bool = True) -> Any:
-        """Have an engine go on that `pause_at` has paused, and return the answer. If it is no
-        longer wanted, raise GoneError."""
-        self._ours.send(is_wanted)
-        return self.receive()
-
     def signal(self, kind: signal.Signals) -> None:
         os.kill(self.process.pid, kind)
 
@@ -145,8 +139,7 @@ def join_namespaces(pid: int) -> None:
 class _Engine:
     """The engine and what the tests call on it. Runs in: the process of an engine."""
 
-    def __init__(self, model_dir: Path, config: dict[str, Any], log: Log, asked: Any) -> None:
-        self._asked = asked
+    def __init__(self, model_dir: Path, config: dict[str, Any], log: Log) -> None:
         self.counters = Counters()
         self.llm = ThreadedLLM(model_dir, observer=self.counters, **config)
         self._log = log
@@ -200,21 +193,6 @@ class _Engine:
             events.close()
         return False
 
-    def pause_at(self, num_tokens: int) -> None:
-        """Before the first step at which requests have so many computed tokens, send "paused" and
-        wait until the tests say whether the answer is still wanted. Peers are served meanwhile."""
-        step = self.llm.step
-
-        def paused() -> None:
-            if sum(each.num_computed_tokens for each in self.llm.scheduler.requests) >= num_tokens:
-                del self.llm.step
-                self._asked.send("paused")
-                if not self._asked.recv():
-                    raise GoneError
-            step()
-
-        self.llm.step = paused
-
     def counts(self) -> dict[str, float]:
         return self.counters.snapshot()
 
@@ -234,11 +212,6 @@ class _Engine:
     def log(self) -> list[str]:
         return self._log.messages
 
-    def close(self) -> list[str]:
-        """End the engine; return the names of threads that stay."""
-        self.llm.close()
-        return [each.name for each in threading.enumerate() if each is not threading.main_thread()]
-
 
 class GoneError(Exception):
     """A client went away."""
@@ -256,7 +229,7 @@ def _run(model_dir: Path, namespace: int | None, config: dict[str, Any], asked: 
         try:
             if namespace is not None:
                 join_namespaces(namespace)
-            engine = _Engine(model_dir, config, log, asked)
+            engine = _Engine(model_dir, config, log)
         except Exception as error:  # the tests raise it
             asked.send(error)
             return

@@ -1,6 +1,5 @@
-"""Prefillers and decoders that are killed, stopped, cut off or silent at any instant and in every
-state, and clients that go: every other request ends right, those that it concerns are computed, and
-nothing is left.
+"""Prefillers and decoders that are killed, stopped, cut off or silent at any instant, and clients
+that go: every other request ends right, those that it concerns are computed, and nothing is left.
 
 The engines are processes, and what is between them is a connection through a proxy.
 """
@@ -19,8 +18,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.engine import LLM, SamplingParams
-from kvferry.testing.stores.hooks import wait_until
-from tests.engine.engine_process import ASKED, EngineProcess, GoneError
+from tests.engine.engine_process import ASKED, EngineProcess
 from tests.engine.test_llm import prompt
 from tests.engine.test_prefill_decode import MAX_DIFF, difference
 from tests.servers.process import LOCALHOST, free_ports, let_run
@@ -237,66 +235,6 @@ def test_a_decoder_that_fails_at_any_instant_costs_the_prefiller_nothing(engines
     assert engines.prefiller.call("settled", SLACK_SECONDS) == (0, 0, 0)
     assert lines(engines.prefiller, "a peer is refused") == []
     assert lines(engines.prefiller, "a connection of a peer failed") == []
-
-
-STATES = {
-    "unknown": 0,
-    "queued": 0,
-    "in mid-prefill": 2 * STEP_TOKENS,
-    "aborted": 2 * STEP_TOKENS,
-    "held": 0,
-}
-"""What the decoder may have of a prompt when the prefiller fails in a state."""
-
-
-def bring_into(state, engines, asked):
-    """Have the prefiller stand in a state, while the decoder waits for a prompt. Return the prompts
-    that the prefiller is about to compute then."""
-    prefiller, params, left = engines.prefiller.wait_ready(), WAITING, []
-    match state:
-        case "queued":
-            left = [*engines.new_prompts(1), asked]  # there is no room for the second one
-            prefiller.call("pause_at", STEP_TOKENS)
-        case "in mid-prefill" | "aborted":
-            left = [asked]
-            prefiller.call("pause_at", 2 * STEP_TOKENS)
-        case "held":
-            params = prefiller.ask([asked], ASKED)[0].params
-            engines.proxy.black_hole()  # nothing of it is read yet
-    if left:
-        assert prefiller.call("ask", left, ASKED, 1) == "paused"
-    engines.begin([asked], [params])
-    wait_until(lambda: engines.proxy.num_connections, "the decoder asks")
-    if state != "aborted":
-        return left
-    with pytest.raises(GoneError):
-        prefiller.resume(is_wanted=False)
-    return []
-
-
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("state", STATES)
-def test_a_prefiller_that_fails_in_any_state_leaves_no_one_waiting(engines, state, kind):
-    """The decoder answers and ends while the fault lasts, the prefiller once that is over."""
-    asked, decoder = engines.new_prompts(1), engines.decoder
-    left = bring_into(state, engines, *asked)
-    break_prefiller(engines, kind)
-    if state == "held" and kind in {"killed", "stopped"}:
-        engines.proxy.pass_all()
-    started = time.monotonic()
-    (hit,) = engines.end(asked)
-    assert hit <= STATES[state]
-    assert time.monotonic() - started < LOAD_SECONDS + SLACK_SECONDS
-    assert decoder.call("settled", SLACK_SECONDS) == (0, 0, 0)
-    assert decoder.call("close") == []
-    if kind == "killed":
-        return
-    engines.prefiller.signal(signal.SIGCONT)
-    engines.proxy.pass_all()
-    if left:
-        engines.check(left, engines.prefiller.resume())
-    assert engines.prefiller.call("settled", SLACK_SECONDS) == (0, 0, 0)
-    assert engines.prefiller.call("close") == []
 
 
 def test_a_client_that_goes_in_any_step_leaves_nothing(engines):

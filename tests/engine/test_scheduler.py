@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Collection
+
 import pytest
 
 from kvferry.contract.messages import ASK_AGAIN, MISS, LookupResult, WorkerOutput
@@ -33,7 +37,6 @@ class Hits(Choices):
     def __init__(self, blocks: int = 99, *, is_async: bool = False, ask_again: int = 0) -> None:
         self.blocks, self.is_async, self.ask_again = blocks, is_async, ask_again
         self.fail_at: list[int | None] = []
-        self.whole = False
         self.hold = False
         self.delay = False
 
@@ -49,9 +52,6 @@ class Hits(Choices):
     def failed_from(self, load):
         return self.fail_at.pop(0) if self.fail_at else None
 
-    def fails_whole(self, load):
-        return self.whole
-
     def ends_now(self, load):
         return not self.hold
 
@@ -63,16 +63,6 @@ class Hits(Choices):
 
 
 # ---- batching without hits
-
-
-@pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 16, 17, 43])
-def test_chunked_prefill_and_decode(length):
-    sim = Simulation()
-    request = sim.send(prompt(length), max_tokens=5)
-    sim.run()
-    assert_right(request, 5)
-    assert request.outcome.reason is FinishReason.LENGTH
-    assert sim.pool.num_free == sim.pool.num_usable
 
 
 def test_a_batch_shares_the_token_budget():
@@ -197,38 +187,7 @@ def test_ask_again_for_ever_is_a_miss_after_the_deadline():
     assert sim.unexpected["lookup_deadline"] == 1
 
 
-def test_nothing_of_a_load_is_shared_before_it_is_there():
-    choices = Hits(is_async=True)
-    choices.hold = True
-    sim = Simulation(choices)
-    loading = sim.send(prompt(20))
-    sim.step()
-    choices.blocks = 0
-    other = sim.send(prompt(20))
-    sim.step()
-    assert other.hit == (0, 0)
-    choices.hold = False
-    sim.run()
-    assert_right(loading, 3)
-    assert_right(other, 3)
-
-
 # ---- loads that fail
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("failed_from", [0, 1, 3])
-def test_a_failed_load_is_recomputed(is_async, whole, failed_from):
-    choices = Hits(is_async=is_async)
-    choices.fail_at = [failed_from]
-    choices.whole = whole
-    sim = Simulation(choices)
-    request = sim.send(prompt(20))
-    sim.run()
-    assert_right(request, 3)
-    if not is_async:
-        assert request.hit.num_external_tokens == failed_from * SIZE
 
 
 def test_a_connector_that_never_keeps_its_promise_is_not_asked_for_ever():
@@ -299,113 +258,22 @@ def test_what_was_computed_from_a_bad_copy_of_a_known_block_is_forgotten():
 # ---- ends
 
 
-def test_every_request_is_finished_once_even_those_that_never_ran():
-    sim = Simulation(max_num_seqs=1)
-    running, queued = sim.send(prompt(9)), sim.send(prompt(9, seed=1))
-    sim.step()
-    assert sim.abort(queued)
-    assert ("finished", queued.request_id, 0) in sim.role.calls
-    assert sim.abort(running)
-    assert not sim.abort(running)
-    assert not sim.engine.abort("nobody")
-    ended = sim.step().finished_request_ids
-    assert ended == {running.request_id, queued.request_id}
-    assert sim.step().finished_request_ids == frozenset()
-    assert sim.role.count("finished") == 2
-    assert sim.pool.num_free == sim.pool.num_usable
-
-
-def test_blocks_of_an_aborted_load_stay_until_its_end_is_reported():
-    choices = Hits(is_async=True)
-    choices.hold = True
-    sim = Simulation(choices)
-    request = sim.send(prompt(20))
-    sim.step()
-    sim.abort(request)
-    assert sim.pool.num_free == sim.pool.num_usable - 5
-    assert sim.engine.has_work()
-    choices.blocks = 0
-    other = sim.send(prompt(20, seed=1))
-    sim.step()
-    choices.hold = False
-    sim.run()
-    assert_right(other, 3)
-    assert sim.pool.num_free == sim.pool.num_usable
-
-
-def test_delayed_free_keeps_blocks_until_sent():
-    choices = Hits(blocks=0)
-    choices.delay = choices.hold = True
-    sim = Simulation(choices, prefix_caching=False)
-    request = sim.send(prompt(9), max_tokens=1)
-    sim.step()
-    assert request.outcome is not None
-    assert sim.pool.num_free == sim.pool.num_usable - 3
-    for _ in range(3):
-        assert sim.engine.has_work()
-        sim.step()
-    with pytest.raises(ContractError, match="in use"):
-        sim.engine.add(request)
-    choices.hold = False
-    sim.run()
-    assert sim.pool.num_free == sim.pool.num_usable
-
-
 def test_delayed_free_without_blocks_is_waited_for_as_well():
     choices = Hits(blocks=0)
     choices.delay = choices.hold = True
     sim = Simulation(choices)
-    sim.abort(sim.send(prompt(9)))
+    request = sim.send(prompt(9))
+    assert sim.abort(request)
+    assert not sim.abort(request)
     sim.step()
     assert sim.engine.has_work()
+    with pytest.raises(ContractError, match="in use"):
+        sim.engine.add(request)
     choices.hold = False
     sim.run()
-
-
-def test_unexpected_reports_are_counted_and_ignored():
-    class Strangers(Hits):
-        def strangers(self):
-            return frozenset({"r0", "never-seen"})
-
-    sim = Simulation(Strangers(blocks=0))
-    request = sim.send(prompt(9))
-    sim.run()
-    assert_right(request, 3)
-    assert sim.unexpected["unknown_report"] > 0
-    assert sim.unexpected["unknown_report"] % 4 == 0
-
-
-def test_a_report_in_the_step_that_ends_a_request_does_not_free_its_blocks():
-    class Early(Hits):
-        def strangers(self):
-            return frozenset({"r0"})
-
-    choices = Early(blocks=0)
-    choices.delay = choices.hold = True
-    sim = Simulation(choices, prefix_caching=False)
-    sim.send(prompt(9), max_tokens=1)
-    sim.step()
-    assert sim.pool.num_free == sim.pool.num_usable - 3
 
 
 # ---- a connector that hangs
-
-
-def test_a_load_that_never_ends_is_given_up_and_its_blocks_are_not_used():
-    choices = Hits(is_async=True)
-    choices.hold = True
-    sim = Simulation(choices, load_deadline_seconds=2.0)
-    request = sim.send(prompt(20))
-    sim.step()
-    sim.clock.advance(2.01)
-    sim.run()
-    assert_right(request, 3)
-    assert request.hit.num_external_tokens == 0
-    assert sim.unexpected["load_deadline"] == 1
-    assert sim.pool.num_free == sim.pool.num_usable - 5
-    choices.hold = False
-    sim.step()
-    assert sim.pool.num_free == sim.pool.num_usable
 
 
 def test_a_request_ends_with_an_error_when_lent_blocks_never_come_back():
@@ -445,3 +313,113 @@ def test_pending_work_of_the_connector_keeps_the_engine_stepping():
     assert not sim.step().scheduled
     sim.role.pending = False
     assert not sim.engine.has_work()
+
+
+# ---- any schedule
+
+
+class Drawn(Choices):
+    """All that a connector may do, as drawn.
+
+    Attributes:
+        lent: requests whose blocks it keeps, once the simulation knows what is in them.
+        is_over: from now on it does well.
+    """
+
+    lent: Collection[str] = ()
+    is_over = False
+
+    def __init__(self, source: random.Random) -> None:
+        self._source = source
+
+    def _is_so(self, chance: float) -> bool:
+        return not self.is_over and self._source.random() < chance
+
+    def lookup(self, request, num_local_tokens, limit):
+        if self._is_so(0.3):
+            return ASK_AGAIN
+        is_async = self._source.random() < 0.5
+        if not is_async:
+            limit = min(limit, (request.num_tokens - 1 - num_local_tokens) // SIZE)
+        count = self._source.randint(0, max(0, limit))
+        return LookupResult(count * SIZE, is_async) if count else MISS
+
+    def failed_from(self, load):
+        return self._source.randrange(len(load.block_ids)) if self._is_so(0.3) else None
+
+    def fails_whole(self, load):
+        return self._source.random() < 0.5
+
+    def ends_now(self, load):
+        return not self._is_so(0.6)
+
+    def delays_free(self, request):
+        return self._is_so(0.5)
+
+    def sent_now(self, request_id):
+        return request_id in self.lent and not self._is_so(0.6)
+
+    def strangers(self):
+        return frozenset({"never-seen", "r0", "r5"} if self._is_so(0.1) else ())
+
+
+def run_schedule(seed: int) -> Counter[str]:
+    """Requests that begin alike, come at any time, and may be aborted; a pool for few of them; and
+    a clock that may jump beyond the deadline of a load. Return what happened how often."""
+    source = random.Random(seed)
+    choices = Drawn(source)
+    sim = Simulation(
+        choices,
+        num_blocks=source.choice((9, 12, 40)),
+        prefix_caching=source.random() < 0.7,
+        max_batched_tokens=source.choice((5, 16, 64)),
+        load_deadline_seconds=2.0,
+    )
+    choices.lent = sim.lent
+    ended: Counter[str] = Counter()
+    for _ in range(60):
+        what = source.random()
+        if what < 0.25:
+            shared = prompt(source.randint(0, 16))
+            own = prompt(source.randint(1, 12), seed=source.randint(1, 2))
+            sim.send([*shared, *own][:28], max_tokens=source.randint(1, 4))
+        elif what < 0.32 and sim.requests:
+            sim.abort(source.choice(list(sim.requests.values())))
+        elif what < 0.37:
+            sim.clock.advance(2.01)
+        else:
+            step = sim.step()
+            ended.update(step.finished_request_ids)
+            assert (
+                sum(each.num_scheduled_tokens for each in step.scheduled)
+                <= sim.config.max_batched_tokens
+            )
+    choices.is_over = True
+    for _ in range(300):
+        if not sim.engine.has_work():
+            break
+        ended.update(sim.step().finished_request_ids)
+    assert not sim.engine.has_work(), seed
+    assert ended == Counter(dict.fromkeys(sim.requests, 1)), seed
+    assert sim.role.count("finished") == len(sim.requests), seed
+    sim.step()  # what was overdue has come back, too
+    assert sim.pool.num_free == sim.pool.num_usable, seed
+    happened = Counter(sim.unexpected.snapshot())
+    for request in sim.requests.values():
+        output, reason = output_of(request), request.outcome.reason
+        assert_right(request, len(output))
+        assert reason is not FinishReason.LENGTH or request.num_tokens == request.max_total_tokens
+        happened[reason] += 1
+        happened["hit"] += bool(request.hit and request.hit.num_external_tokens)
+    return happened
+
+
+HAPPENS = (
+    *("hit", "preempted", "load_failed", "load_deadline", "lookup_deadline", "unknown_report"),
+    *(FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR),
+)
+
+
+def test_any_schedule_ends_right_and_gives_all_blocks_back():
+    happened = sum((run_schedule(seed) for seed in range(150)), Counter())
+    assert min(happened[each] for each in HAPPENS) > 2, happened
