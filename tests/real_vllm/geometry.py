@@ -317,6 +317,9 @@ class RankOfVllm:
         is_packed = spec.state_content_bytes is not None
         return 8 if is_packed and getattr(spec, "model_version", None) else 0
 
+    def move_states(self, moves: Collection[Any]) -> None:
+        assert not moves, "these models have no states"
+
     def poison(self, blocks: Collection[int]) -> None:
         for layers in (*self._layers, *self._drafts):
             for name, spec, _ in layers:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -426,6 +427,15 @@ def kvferry(store: Path | str | list[str], policy: str = "fail", **options: Any)
         **CONNECTOR,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"store": url, "audit": "off", **options},
+    }
+
+
+def random_prompts(seed: int, lengths: Mapping[str, Sequence[int]]) -> dict[str, list[list[int]]]:
+    """Return random prompts of some lengths, by name."""
+    source = random.Random(seed)
+    return {
+        name: [[source.randrange(3, 320) for _ in range(n)] for n in each]
+        for name, each in lengths.items()
     }
 
 

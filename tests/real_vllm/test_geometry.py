@@ -142,6 +142,35 @@ def compressed(ring=16, ratio=4, **more):
     )
 
 
+def window_of_v4(config, *, replay, block, row, alignment, dtype=BYTES):
+    """What DeepSeek V4 keeps of a layer's window."""
+    # It warns when it is imported.
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+    module = SimpleNamespace(
+        cache_config=config.cache_config,
+        bounded_replay=replay,
+        block_size=block,
+        head_dim=512,
+        dtype=dtype,
+        window_size=128,
+        packed_bytes_per_token=row,
+        packed_page_alignment=alignment,
+    )
+    return DeepseekV4SWACache.get_kv_cache_spec(module, config)
+
+
+def indexer_of_v4(module_class, config, ratio, **more):
+    module = SimpleNamespace(
+        cache_config=config.cache_config,
+        head_dim=132,
+        dtype=BYTES,
+        compress_ratio=ratio,
+        **more,
+    )
+    return module_class.get_kv_cache_spec(module, config)
+
+
 def deepseek_v4(ratios=(4, 128, 0), cache_dtype="fp8_ds_mla", block=256, **more):
     """Latents of which one row stands for 4 or 128 tokens, windows, and what is not compressed yet,
     as vLLM's own modules describe them."""
@@ -153,7 +182,6 @@ def deepseek_v4(ratios=(4, 128, 0), cache_dtype="fp8_ds_mla", block=256, **more)
         # They warn when they are imported.
         from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
         from vllm.models.deepseek_v4.compressor import CompressorStateCache
-        from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 
         def state(ratio, head_size):
             overlap = 2 if ratio == 4 else 1
@@ -170,18 +198,8 @@ def deepseek_v4(ratios=(4, 128, 0), cache_dtype="fp8_ds_mla", block=256, **more)
         found = {}
         for number, ratio in enumerate(ratios):
             place = f"model.layers.{number}.attn"
-            found[f"{place}.swa_cache"] = DeepseekV4SWACache.get_kv_cache_spec(
-                SimpleNamespace(
-                    cache_config=cache,
-                    bounded_replay=False,
-                    block_size=64,
-                    head_dim=512,
-                    dtype=dtype,
-                    window_size=128,
-                    packed_bytes_per_token=584,
-                    packed_page_alignment=576,
-                ),
-                config,
+            found[f"{place}.swa_cache"] = window_of_v4(
+                config, replay=False, block=64, row=584, alignment=576, dtype=dtype
             )
             if ratio:
                 latents = SimpleNamespace(
@@ -193,11 +211,8 @@ def deepseek_v4(ratios=(4, 128, 0), cache_dtype="fp8_ds_mla", block=256, **more)
                 found[place] = DeepseekV4Attention.get_kv_cache_spec(latents, config)
                 found[f"{place}.compressor.state_cache"] = state(ratio, 512)
             if ratio == 4:
-                indexer = SimpleNamespace(
-                    cache_config=cache, head_dim=132, dtype=BYTES, compress_ratio=ratio
-                )
-                found[f"{place}.indexer.k_cache"] = DeepseekV4IndexerCache.get_kv_cache_spec(
-                    indexer, config
+                found[f"{place}.indexer.k_cache"] = indexer_of_v4(
+                    DeepseekV4IndexerCache, config, ratio
                 )
                 found[f"{place}.indexer.compressor.state_cache"] = state(ratio, 128)
         return found
@@ -226,23 +241,12 @@ def deepseek_v41(cache_dtype="fp8_ds_mla", **more):
     def specs(_):
         from vllm.models.deepseek_v41.attention import DeepseekV4Attention, DeepseekV4IndexerCache
         from vllm.models.deepseek_v41.compressor import CompressorStateCache
-        from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 
         found = {}
         for number, ratio in enumerate((0, 1, 2)):
             place = f"model.layers.{number}.attn"
-            found[f"{place}.swa_cache"] = DeepseekV4SWACache.get_kv_cache_spec(
-                SimpleNamespace(
-                    cache_config=cache,
-                    bounded_replay=True,
-                    block_size=32,
-                    head_dim=512,
-                    dtype=BYTES,
-                    window_size=128,
-                    packed_bytes_per_token=528,
-                    packed_page_alignment=512,
-                ),
-                config,
+            found[f"{place}.swa_cache"] = window_of_v4(
+                config, replay=True, block=32, row=528, alignment=512
             )
             if ratio:
                 latents = SimpleNamespace(
@@ -254,16 +258,8 @@ def deepseek_v41(cache_dtype="fp8_ds_mla", **more):
                     compressed_bytes_per_token=288 if cache_dtype == "nvfp4_ds_mla" else 528,
                 )
                 found[place] = DeepseekV4Attention.get_kv_cache_spec(latents, config)
-                indexer = SimpleNamespace(
-                    cache_config=cache,
-                    head_dim=132,
-                    dtype=BYTES,
-                    compress_ratio=ratio,
-                    sparse_logits=False,
-                    rocm_mxfp4=False,
-                )
-                found[f"{place}.indexer.k_cache"] = DeepseekV4IndexerCache.get_kv_cache_spec(
-                    indexer, config
+                found[f"{place}.indexer.k_cache"] = indexer_of_v4(
+                    DeepseekV4IndexerCache, config, ratio, sparse_logits=False, rocm_mxfp4=False
                 )
             if ratio > 1:
                 ring = SimpleNamespace(block_size=8, state_dim=1024, dtype=torch.float32)

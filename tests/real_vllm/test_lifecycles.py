@@ -235,26 +235,36 @@ class Engine:
 
 
 Make = Callable[..., Engine]
+MakeKind = Callable[..., Any]
 
 
 @pytest.fixture
-def make(utils: ModuleType, model: Path, tmp_path: Path) -> Iterator[Make]:
-    """Engines over one store."""
+def make_kind(utils: ModuleType, model: Path, tmp_path: Path) -> Iterator[MakeKind]:
+    """Engines of some kind over one store."""
     made: list[Engine] = []
     options = {
         "store": f"file://{tmp_path}/store?max_bytes=64MiB",
         "chunk_tokens": BLOCK, "memory_bytes": 1 << 20, "audit": "off",
     }  # fmt: skip
 
-    def make(role: str = "kv_consumer", num_blocks: int = 100) -> Engine:
+    def make(kind: type[Engine], *arguments: Any) -> Engine:
         config = {"model": str(model), "kv_connector_extra_config": dict(options)}
-        made.append(Engine(utils, role, num_blocks, **config))
+        made.append(kind(utils, *arguments, **config))
         return made[-1]
 
     yield make
     for engine in made:
         engine.worker.shutdown()
         engine.scheduler.connector.shutdown()
+
+
+@pytest.fixture
+def make(make_kind: MakeKind) -> Make:
+    def make(role: str = "kv_consumer", num_blocks: int = 100) -> Engine:
+        engine: Engine = make_kind(Engine, role, num_blocks)
+        return engine
+
+    return make
 
 
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -7,7 +7,6 @@ A start on two machines takes long, so few engines serve all tests here.
 from __future__ import annotations
 
 import json
-import random
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from tests.real_vllm.harness import (
     assert_same,
     expected_hit,
     kvferry,
+    random_prompts,
     records,
 )
 from tests.real_vllm.host import does
@@ -122,11 +122,7 @@ class Runs:
 def outcome(
     tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
 ) -> Runs:
-    source = random.Random(61)
-    prompts = {
-        name: [[source.randrange(3, 320) for _ in range(n)] for n in lengths]
-        for name, lengths in PROMPTS.items()
-    }
+    prompts = random_prompts(61, PROMPTS)
     outcome = Runs(prompts, {name: list(oracle(asked)) for name, asked in prompts.items()})
     folder, model = tmp_path_factory.mktemp("machines"), models["plain"]
     with two_machines(folder) as machines, running_valkey(machines.of_store) as valkey:

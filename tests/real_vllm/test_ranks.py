@@ -5,7 +5,6 @@ An engine of two ranks takes long to start, so two of them serve all tests here.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tests.real_vllm.harness import (
     expected_hit,
     kvferry,
     memory_of,
+    random_prompts,
     records,
     wait_for_records,
 )
@@ -68,11 +68,7 @@ def damage_second_chunk(store: Path, files: set[Path]) -> None:
 def outcome(
     tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
 ) -> Runs:
-    source = random.Random(30)
-    prompts = {
-        name: [[source.randrange(3, 320) for _ in range(n)] for n in lengths]
-        for name, lengths in PROMPTS.items()
-    }
+    prompts = random_prompts(30, PROMPTS)
     own = {name: list(oracle(asked)) for name, asked in prompts.items()}
     store = tmp_path_factory.mktemp("ranks") / "store"
     model, connector, runs = models["plain"], kvferry(store), {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,10 +21,10 @@ from benchmarks.host import HostRequest
 from kvferry.testing.stores.hooks import wait_until
 from tests.host_tables import kv_values
 from tests.real_vllm.host import RELEASE
-from tests.real_vllm.test_lifecycles import BLOCK, Engine, model, utils
+from tests.real_vllm.test_lifecycles import BLOCK, Engine, MakeKind, make_kind, model, utils
 from tests.simulated_host import prefix_seeds
 
-__all__ = ["model", "utils"]
+__all__ = ["make_kind", "model", "utils"]
 
 pytestmark = [
     pytest.mark.skipif(RELEASE != (0, 32), reason="vLLM's tests are those of 0.32"),
@@ -155,25 +155,12 @@ MakeRunner = Callable[..., Runner]
 
 
 @pytest.fixture
-def make(
-    utils: Any, model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MakeRunner]:
-    """Runners over one store."""
-    made: list[Runner] = []
-    options = {
-        "store": f"file://{tmp_path}/store?max_bytes=64MiB",
-        "chunk_tokens": BLOCK, "memory_bytes": 1 << 20, "audit": "off",
-    }  # fmt: skip
-
+def make(make_kind: MakeKind, monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
     def make(num_blocks: int = 100, kind: type[Runner] = Runner) -> Runner:
-        config = {"model": str(model), "kv_connector_extra_config": dict(options)}
-        made.append(kind(utils, num_blocks, monkeypatch, **config))
-        return made[-1]
+        runner: Runner = make_kind(kind, num_blocks, monkeypatch)
+        return runner
 
-    yield make
-    for runner in made:
-        runner.worker.shutdown()
-        runner.scheduler.connector.shutdown()
+    return make
 
 
 LENGTHS = (40, 100, 17)

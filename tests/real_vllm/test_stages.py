@@ -7,7 +7,6 @@ in flight with two stages, and computes prompts in chunks of 256 tokens here.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.real_vllm.harness import (
     expected_hit,
     kvferry,
     memory_of,
+    random_prompts,
     records,
     total,
     wait_for_records,
@@ -46,6 +46,12 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 SPLITS: dict[str, dict[str, Any]] = {"stages": STAGES, "one": {}, "ranks": RANKS}
 PROCESSES = {"stages": "stages", "one": "second", "ranks": "ranks"}
 KILLED = ("first", "last")
+PROMPTS = {
+    **dict.fromkeys((*SPLITS, "bytes"), LENGTHS),
+    "preempted": (250, 251, 253, 254),
+    "aborted": 4 * (900,),
+    **{f"killed {which}": 4 * (700,) for which in KILLED},
+}
 
 
 @dataclass(frozen=True)
@@ -67,25 +73,11 @@ class Runs:
     wrong: int
 
 
-def prompts_of(names: list[str]) -> dict[str, list[list[int]]]:
-    source = random.Random(61)
-    lengths = dict.fromkeys(names, LENGTHS) | {
-        "bytes": LENGTHS,
-        "preempted": (250, 251, 253, 254),
-        "aborted": 4 * (900,),
-        **{f"killed {which}": 4 * (700,) for which in KILLED},
-    }
-    return {
-        name: [[source.randrange(3, 320) for _ in range(n)] for n in each]
-        for name, each in lengths.items()
-    }
-
-
 @pytest.fixture(scope="module")
 def outcome(
     tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], pool: Pool, oracle: Oracle
 ) -> Runs:
-    prompts = prompts_of(list(SPLITS))
+    prompts = random_prompts(61, PROMPTS)
     many = {"preempted": 40}
     own = {
         name: list(oracle(asked, max_tokens=many.get(name, 4))) for name, asked in prompts.items()
