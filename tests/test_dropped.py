@@ -223,7 +223,7 @@ def test_memory_of_an_engine_that_was_closed_is_freed_when_its_last_user_goes(tm
     before = set(memory._MADE_HERE)
     gc.disable()
     try:
-        engine, parts = make_shared_storage_host(options, world_size=2)
+        engine = make_shared_storage_host(options, world_size=2)
         for request in ("cold", "warm"):
             engine.run(request, range(64))
             engine.settle()
@@ -232,10 +232,8 @@ def test_memory_of_an_engine_that_was_closed_is_freed_when_its_last_user_goes(tm
         used += [memory._MADE_HERE[name]._region for name in set(memory._MADE_HERE) - before]
         assert len(used) == 2 * (2 + 1)  # layers, slots
         known = [weakref.ref(each) for each in used]
-        engine.close()
-        for part in parts:
-            part.close()
-        del engine, parts, part, caches, used
+        engine.stop()
+        del engine, caches, used
         wait_until(lambda: all(each() is None for each in known), "no thread uses it any more")
     finally:
         gc.enable()

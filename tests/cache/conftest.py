@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.observe import Counters
 from kvferry.store.file.store import FileStore
 from kvferry.testing.clock import FakeClock
-from tests.cache.hosts import make_groups, make_shared_storage_host
-from tests.simulated_host import SimulatedHost
+from tests.cache.hosts import OF_HOSTS, CacheHost, make_groups, make_shared_storage_host
 from tests.store.file.settings import PATIENT
 
 from .keeping import NUM_CHUNKS, PROMPT, open_store
-from .pools import held_keys
-
-OF_HOSTS = frozenset(signature(make_shared_storage_host).parameters)
-
-
-class Host(SimulatedHost):
-    """A simulated host with the connector's parts as attributes."""
-
-    parts: Any
-    pool: Any
-    observer: Counters
-
-    def forget_memory(self) -> None:
-        """Drop all chunks from memory, so that the next hit reads the store."""
-        self.pool.clear()
-
-    def forget_unpinned(self) -> None:
-        """Drop the chunks that no request counts on."""
-        for key in held_keys(self.pool):
-            self.pool.drop(key)
 
 
 @pytest.fixture
@@ -46,7 +23,7 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     timeout, no time passes for a host."""
     # By default, a thread that waits 2 s for the index of a directory gives its chunk up.
     monkeypatch.setitem(FileStore.__init__.__kwdefaults__, "settings", PATIENT)
-    hosts: list[Any] = []
+    hosts: list[CacheHost] = []
 
     def make(
         *,
@@ -57,7 +34,6 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ) -> Any:
         of_host = {name: given.pop(name) for name in OF_HOSTS & given.keys()}
         groups = of_host["groups"] = of_host.get("groups") or make_groups()
-        observer = of_host["observer"] = of_host.get("observer") or Counters()
         options = {"chunk_tokens": 8, **given}
         if "clock" not in of_host and "load_timeout_seconds" not in given:
             # A machine that stalls costs no hit.
@@ -66,23 +42,19 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "memory_bytes", num_slots * record_bytes(groups, options["chunk_tokens"])
         )
         are_urls = isinstance(store, str | list)
-        host, parts = make_shared_storage_host(
+        host = make_shared_storage_host(
             {"store": store if are_urls else store.url, **options},
             stores=rank_stores or (() if are_urls else (store,)),
             **{"num_blocks": 256, **of_host},
         )
-        for part in parts if str(store).startswith("file://") else ():
+        for part in host.parts if str(store).startswith("file://") else ():
             assert part.store.wait_indexed(60)
-        host.__class__ = Host
-        host.parts, host.pool, host.observer = parts, host.scheduler.pool, observer
         hosts.append(host)
         return host
 
     yield make
     for host in hosts:
-        host.close()
-        for part in host.parts:
-            part.close()
+        host.stop()
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from itertools import zip_longest
 from typing import Any
 
 from kvferry.blocks.copies import DeviceSetup
 from kvferry.cache.build import PrefixCache
+from kvferry.cache.deciding.host_pool import HostPool
 from kvferry.contract.spec import DraftSpec, EngineSpec, Mode, StateSpec
 from kvferry.keys import ModelIdentity
 from kvferry.layout.shards import pipeline_shard
@@ -17,7 +19,7 @@ from kvferry.layout.states import components_of
 from kvferry.observe import Counters, Observer
 from kvferry.store.base import Store
 from kvferry.types import KVGroup, StateKind, TablePart
-from tests.cache.pools import check_pool
+from tests.cache.pools import check_pool, held_keys
 from tests.host_tables import HostTable, parts_of_tables, table_per_group
 from tests.simulated_host import SimulatedHost
 from tests.state_models import StateModel
@@ -39,6 +41,30 @@ def make_groups(
             block_size=block_size,
         ),
     )
+
+
+class CacheHost(SimulatedHost):
+    """A simulated host with the connector's parts, one per rank, and what they share, as
+    attributes."""
+
+    parts: list[PrefixCache]
+    pool: HostPool
+    observer: Any
+
+    def forget_memory(self) -> None:
+        """Drop all chunks from memory, so that the next hit reads the store."""
+        self.pool.clear()
+
+    def forget_unpinned(self) -> None:
+        """Drop the chunks that no request counts on."""
+        for key in held_keys(self.pool):
+            self.pool.drop(key)
+
+    def stop(self) -> None:
+        """Close every role, and the stores."""
+        self.close()
+        for part in self.parts:
+            part.close()
 
 
 def make_shared_storage_host(
@@ -67,11 +93,11 @@ def make_shared_storage_host(
     drafts: Callable[[int], DraftSpec] | None = None,
     states: StateModel | None = None,
     in_flight: int = 1,
-) -> tuple[SimulatedHost, Any]:
-    """Return a host with the shared-storage connector, and the parts that its roles share, one per
-    rank (close their stores last). `stages` are those of `pipeline_shard`, `drafts` describes the
-    draft layers of a rank; `states` add layers with recurrent states, in two tables. Nothing is
-    audited unless the options say so; `draw` then chooses the audited chunk, mostly the last."""
+) -> CacheHost:
+    """Return a host with the shared-storage connector. `stages` are those of `pipeline_shard`,
+    `drafts` describes the draft layers of a rank; `states` add layers with recurrent states, in two
+    tables. Nothing is audited unless the options say so; `draw` then chooses the audited chunk,
+    mostly the last."""
     groups = groups or make_groups()
     tables = tables or table_per_group(groups)
     if states is not None:
@@ -108,7 +134,7 @@ def make_shared_storage_host(
     scheduler = parts[0].scheduler(draw=draw)
     if not carries_worker_meta:
         scheduler.expect_no_reports()
-    host = SimulatedHost(
+    host = CacheHost(
         scheduler,
         [(spec, part.worker(setup)) for spec, part in zip(specs, parts, strict=True)],
         num_blocks=num_blocks,
@@ -117,7 +143,12 @@ def make_shared_storage_host(
         states=states,
         in_flight=in_flight,
     )
-    return host, parts
+    host.parts, host.pool, host.observer = parts, scheduler.pool, observer
+    return host
+
+
+OF_HOSTS = frozenset(signature(make_shared_storage_host).parameters)
+"""Keywords of a host; its others are options of the connector."""
 
 
 def state_spec(model: StateModel, tables: Sequence[HostTable], world_size: int) -> StateSpec:

@@ -29,7 +29,7 @@ def test_a_prompt_hits_its_equal_by_the_formula(chunk: int, block: int):
     groups = make_groups(block_size=block, num_layers=1, num_kv_heads=1)
     for num_tokens in range(1, 3 * max(chunk, block) + 2):
         # A fresh store per length, so that no shorter prompt helps.
-        host, parts = make_shared_storage_host(
+        host = make_shared_storage_host(
             {
                 "store": "memory://hits",
                 "chunk_tokens": chunk,
@@ -44,8 +44,7 @@ def test_a_prompt_hits_its_equal_by_the_formula(chunk: int, block: int):
         again = host.run("warm", prompt)
         expected = min(num_tokens // chunk * chunk, num_tokens - 1) // block * block
         assert (first.num_external_tokens, again.num_external_tokens) == (0, expected)
-        host.close()
-        parts[0].store.close()
+        host.stop()
 
 
 def test_a_shared_prefix_hits_by_whole_chunks(make_host):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.contract.messages import LookupMiss
-from tests.cache.conftest import Host
+from tests.cache.hosts import CacheHost
 from tests.cache.test_states import BLOCK, PROMPT, serve, start
 
 AT_ONCE = 10**9
@@ -23,7 +23,7 @@ def at_end() -> float:
     return 0.9
 
 
-def compared(host: Host) -> tuple[int, int, int]:
+def compared(host: CacheHost) -> tuple[int, int, int]:
     host.settle()
     names = ("audits", "audit_mismatch", "audit_failed")
     return tuple(int(host.observer[name]) for name in names)  # type: ignore[return-value]
@@ -31,7 +31,7 @@ def compared(host: Host) -> tuple[int, int, int]:
 
 def store(
     start: Any,
-    spoil: Callable[[Host], None] = lambda _host: None,
+    spoil: Callable[[CacheHost], None] = lambda _host: None,
     *,
     is_behind: bool = False,
 ) -> None:
@@ -65,7 +65,7 @@ def test_a_hit_is_compared_behind_the_state_that_is_loaded(start, tp, is_behind)
     assert compared(reader) == (1, 0, 0)
 
 
-def computes_otherwise(host: Host) -> None:
+def computes_otherwise(host: CacheHost) -> None:
     """What follows is the KV of another model, as on a state that is not this one's."""
     for rank in host.ranks:
         right = rank.values
@@ -86,7 +86,7 @@ def test_kv_that_differs_behind_a_loaded_state_ends_the_use(start, caplog, is_be
     assert serve(reader, "next", PROMPT) == 0
 
 
-LOST: dict[str, Callable[[Host, Any], None]] = {
+LOST: dict[str, Callable[[CacheHost, Any], None]] = {
     "it is preempted": lambda host, request: host.preempt(request),
     "it ends": lambda host, request: host.finish(request),
     "another epoch begins": lambda host, _request: host.scheduler.reset(),

@@ -19,7 +19,7 @@ from kvferry.store.servers.remote import RemoteStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
 from kvferry.types import Handover, KVGroup, KVSource
-from tests.cache.conftest import Host
+from tests.cache.hosts import CacheHost
 from tests.servers.process import LOCALHOST, free_ports
 from tests.state_models import MODELS
 from tests.store.servers.remote_client import DictClient
@@ -31,10 +31,10 @@ PROMPT = list(range(7, 7 + 4 * BLOCK + 9))
 
 
 @pytest.fixture
-def start(make_host: Any, tmp_path: Path) -> Callable[..., Host]:
+def start(make_host: Any, tmp_path: Path) -> Callable[..., CacheHost]:
     """Factory of hosts of a model with recurrent states, over one directory."""
 
-    def start(kind: str = KIND, tp: int = 1, **options: Any) -> Host:
+    def start(kind: str = KIND, tp: int = 1, **options: Any) -> CacheHost:
         options.setdefault("store", f"file://{tmp_path}/store")
         shape = {"groups": (GROUP,), "states": MODELS[kind], "world_size": tp}
         return make_host(**shape, multi_process=True, chunk_tokens=BLOCK, **options)
@@ -42,12 +42,12 @@ def start(make_host: Any, tmp_path: Path) -> Callable[..., Host]:
     return start
 
 
-def serve(host: Host, name: str, prompt: list[int], budget: int = BLOCK) -> int:
+def serve(host: CacheHost, name: str, prompt: list[int], budget: int = BLOCK) -> int:
     """Serve a prompt. Return its hit."""
     return host.run(name, prompt, budget=budget).num_external_tokens
 
 
-def store(start: Any, *prompts: list[int], budget: int = BLOCK, **options: Any) -> Host:
+def store(start: Any, *prompts: list[int], budget: int = BLOCK, **options: Any) -> CacheHost:
     host = start(**options)
     for number, prompt in enumerate(prompts):
         serve(host, f"writer {number}", prompt, budget)

@@ -14,7 +14,7 @@ from kvferry.errors import TransferError
 from kvferry.keys import ChunkKeys, state_key
 from kvferry.record.check import RecordInfo, parse_head
 from kvferry.types import ChunkKey
-from tests.cache.conftest import Host
+from tests.cache.hosts import CacheHost
 from tests.cache.test_states import BLOCK, PROMPT, serve, start
 from tests.state_models import MODELS
 
@@ -33,7 +33,7 @@ def machines(monkeypatch):
 def start_apart(start):
     """Starts a host whose scheduler role has heard where the ranks' memory is."""
 
-    def start_apart(**options) -> Host:
+    def start_apart(**options) -> CacheHost:
         host = start(**options)
         host.scheduler.learn_regions([rank.worker.region for rank in host.ranks])
         return host
@@ -41,7 +41,7 @@ def start_apart(start):
     return start_apart
 
 
-def store(host: Host, prompt=PROMPT) -> Host:
+def store(host: CacheHost, prompt=PROMPT) -> CacheHost:
     serve(host, "writer", prompt)
     host.settle()
     return host
@@ -93,7 +93,7 @@ def test_a_state_that_lacks_a_shard_is_a_miss_and_stored_again(start_apart, losi
     assert serve(start_apart(tp=2), "again", PROMPT) == 4 * BLOCK
 
 
-def chunk_keys(host: Host) -> list[ChunkKey]:
+def chunk_keys(host: CacheHost) -> list[ChunkKey]:
     cache = host.parts[0]
     keys = ChunkKeys(cache.schema.namespace, cache.schema.chunk_tokens)
     keys.extend(PROMPT)

@@ -6,7 +6,7 @@ token attends to is there and that every block it keeps is right.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,18 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cache.build import PrefixCache
-from kvferry.contract.spec import EngineSpec
-from kvferry.keys import ModelIdentity
-from kvferry.observe import Counters
 from kvferry.store.memory import MemoryStore
 from kvferry.testing.stores import read_value
 from kvferry.testing.wrappers import WrapperStore
-from kvferry.types import GroupShard, KVGroup, RankShard
+from kvferry.types import KVGroup
 from tests.cache.keeping import wait_for, wait_indexed
 from tests.cache.windowed import group, opened, split, stored, wait_stored
-from tests.host_tables import HostTable, parts_of_tables, table_per_group
-from tests.simulated_host import SimulatedHost
+from tests.host_tables import HostTable, table_per_group
 
 # -- any host reads what any other stored ---------------------------------------------------------
 
@@ -393,64 +388,30 @@ def test_a_record_has_the_tail_of_a_group_alone():
 # -- layers on several ranks -----------------------------------------------------------------------
 
 
-def pipeline(
-    groups: Sequence[KVGroup], tables: Sequence[HostTable], cuts: Sequence[int], options: Any
-) -> Any:
-    """A host of two pipeline stages: of each group, the second one has the layers from a cut on."""
-    specs = []
-    for rank in (0, 1):
-        spans = [
-            ((0, cut), (cut, each.num_layers))[rank] for each, cut in zip(groups, cuts, strict=True)
-        ]
-        parts = [
-            replace(
-                part,
-                layers=tuple(layer - spans[part.group][0] for layer in held),
-                layer_names=tuple(f"{part.group}.{layer}" for layer in held),
-            )
-            for part in parts_of_tables(tables)
-            for held in [[layer for layer in part.layers if layer in range(*spans[part.group])]]
-        ]
-        shard = RankShard(
-            rank=rank,
-            world_size=2,
-            groups=tuple(GroupShard(layers=span, heads=(0, 1)) for span in spans),
-        )
-        identity = ModelIdentity(weights=b"w" * 32, config={"model_type": "simulated"})
-        specs.append(
-            EngineSpec(identity=identity, groups=tuple(groups), shard=shard, tables=tuple(parts))
-        )
-    caches = [PrefixCache(spec, options, Counters()) for spec in specs]
-    workers = [(spec, each.worker()) for spec, each in zip(specs, caches, strict=True)]
-    host = SimulatedHost(caches[0].scheduler(), workers, num_blocks=500, tables=tables)
-    return host, caches
-
-
 @pytest.mark.parametrize("cuts", [(1, 2), (2, 0), (0, 3)])
 def test_stages_of_a_pipeline_write_and_read_one_record(tmp_path, cuts: tuple[int, int]):
     """Also where a stage has no layer of a table."""
     groups, prompt = (group(2, None), group(3, 6)), list(range(43))
     tables = split(groups, 2, (4, 8))
-    url = f"file://{tmp_path}/store"
-    options = {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8, "audit": "off"}
+    stages = [
+        [(0, cut) for cut in cuts],
+        [(cut, each.num_layers) for cut, each in zip(cuts, groups, strict=True)],
+    ]
     with opened(groups, f"file://{tmp_path}/whole") as whole:
         whole.run("writer", prompt)
         whole.settle()
-    host, caches = pipeline(groups, tables, cuts, options)
-    host.run("writer", prompt)
-    host.observer = caches[0].observer
-    wait_stored(host, 5)
-    for cache in caches:
-        assert cache.store.wait_indexed(60)
-        cache.store.probe(host.scheduler.requests.track(host.add("probe", prompt)).keys.keys)
-    wait_for(lambda: all(cache.store.stat().num_records == 5 for cache in caches))
-    assert host.run("held", prompt).num_external_tokens == 40
-    host.scheduler.pool.clear()
-    assert host.run("reader", prompt).num_external_tokens == 40
-    assert host.observer["hit_tokens/file"] == 40
-    host.close()
-    for cache in caches:
-        cache.store.close()
+    url = f"file://{tmp_path}/store"
+    with opened(groups, url, tables=tables, world_size=2, stages=stages) as host:
+        host.run("writer", prompt)
+        wait_stored(host, 5)
+        for part in host.parts:
+            assert part.store.wait_indexed(60)
+            part.store.probe(host.scheduler.requests.track(host.add("probe", prompt)).keys.keys)
+        wait_for(lambda: all(part.store.stat().num_records == 5 for part in host.parts))
+        assert host.run("held", prompt).num_external_tokens == 40
+        host.forget_memory()
+        assert host.run("reader", prompt).num_external_tokens == 40
+        assert host.observer["hit_tokens/file"] == 40
     records, expected = (
         {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")}
         for name in ("store", "whole")

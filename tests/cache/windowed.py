@@ -11,10 +11,9 @@ from kvferry.store.memory import MemoryStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import KVGroup
-from tests.cache.hosts import make_shared_storage_host
+from tests.cache.hosts import OF_HOSTS, CacheHost, make_shared_storage_host
 from tests.cache.keeping import wait_for
 from tests.host_tables import HostTable
-from tests.simulated_host import SimulatedHost
 
 
 def group(
@@ -43,16 +42,14 @@ MIXED = (group(2, None), group(3, 12))
 
 
 @contextlib.contextmanager
-def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[SimulatedHost]:
+def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[CacheHost]:
     """Open a host over a store, given as a URL or an object. A store object stays open. Only a test
     moves its clock."""
-    shape: dict[str, Any] = {"clock": FakeClock()}
-    shape |= {
-        name: options.pop(name) for name in ("tables", "world_size", "clock") if name in options
-    }
+    shape = {name: options.pop(name) for name in OF_HOSTS & options.keys()}
+    shape.setdefault("clock", FakeClock())
     stores = () if isinstance(store, str) else (store,)
     url = store if isinstance(store, str) else store.url
-    host, parts = make_shared_storage_host(
+    host = make_shared_storage_host(
         {"store": url, "memory_bytes": 4 << 20, "chunk_tokens": 8, "load_timeout_seconds": LIMIT}
         | options,
         groups=tuple(groups),
@@ -61,15 +58,12 @@ def opened(groups: Sequence[KVGroup], store: Any, **options: Any) -> Iterator[Si
         **shape,
     )
     try:
-        host.parts = parts
-        host.observer = parts[0].observer
-        host.pool = host.scheduler.pool
         yield host
     finally:
-        host.close()
-        if not stores:
-            for part in parts:
-                part.store.close()
+        if stores:
+            host.close()
+        else:
+            host.stop()
 
 
 def split(
@@ -114,6 +108,6 @@ class Vanishing(WrapperStore):
         return None if key == self._key else super().read(key, *args)
 
 
-def wait_stored(host: SimulatedHost, num_records: int) -> None:
+def wait_stored(host: CacheHost, num_records: int) -> None:
     """Step until the ranks have stored `num_records` records."""
     wait_for(lambda: (host.settle(), host.observer["put_stored"] == num_records)[1])

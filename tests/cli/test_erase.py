@@ -45,7 +45,7 @@ def test_all_of_one_salt_is_gone_everywhere_and_the_other_salt_keeps_its_hits(
     """Two salts, two tiers, a copy, a pinned prompt, an engine that runs."""
     near, copied = place("file", "near"), place("file", "copied")
     far = place(far_kind, "far")
-    host, parts = make_shared_storage_host(
+    host = make_shared_storage_host(
         {"store": [quota(near), far], "chunk_tokens": CHUNK, "memory_bytes": 1 << 20},
         num_blocks=256,
     )
@@ -72,7 +72,7 @@ def test_all_of_one_salt_is_gone_everywhere_and_the_other_salt_keeps_its_hits(
         assert any("prefix cache" in note for note in report["notes"])
         assert [count(each) for each in (near, far, copied)] == [2 * NUM_CHUNKS] * 3
 
-        wait_until(lambda: bool(parts[0].store.erased_since(0)), "the notice in the engine")
+        wait_until(lambda: bool(host.parts[0].store.erased_since(0)), "the notice in the engine")
         assert host.run("again", PROMPT, extra_keys=ALICE).num_external_tokens == 0
         for _ in range(2):  # from memory, and from the store
             whole = NUM_CHUNKS * CHUNK
@@ -84,8 +84,7 @@ def test_all_of_one_salt_is_gone_everywhere_and_the_other_salt_keeps_its_hits(
         ran = run(*command)
         assert (ran.code, json.loads(ran.out)["records"]) == (1, 0)
     finally:
-        host.close()
-        parts[0].store.close()
+        host.stop()
     files = [each for each in tmp_path.rglob("*") if each.is_file()]
     assert len(files) > 2 * NUM_CHUNKS
     assert not [each for each in files if ALICE.cache_salt.encode() in each.read_bytes()]
@@ -185,7 +184,7 @@ def test_what_comes_after_the_question_would_have_been_asked_is_not_deleted(
 @pytest.mark.parametrize("options", [[], ["--yes"]], ids=["it would ask", "--yes"])
 def test_engines_drop_what_no_store_has_any_more(run, tmp_path, options):
     url = (tmp_path / "kv").as_uri()
-    host, parts = make_shared_storage_host(
+    host = make_shared_storage_host(
         {"store": quota(url), "chunk_tokens": CHUNK, "memory_bytes": 1 << 20}, num_blocks=256
     )
     try:
@@ -197,11 +196,10 @@ def test_engines_drop_what_no_store_has_any_more(run, tmp_path, options):
         assert run("rm", url, "--salt", ALICE.cache_salt, "--dry-run").code == 1
         ran = run("rm", url, "--salt", ALICE.cache_salt, *options)
         assert (ran.code, "drop it from memory" in ran.err) == (1, True)
-        wait_until(lambda: bool(parts[0].store.erased_since(0)), "the notice in the engine")
+        wait_until(lambda: bool(host.parts[0].store.erased_since(0)), "the notice in the engine")
         assert host.run("again", PROMPT, extra_keys=ALICE).num_external_tokens == 0
     finally:
-        host.close()
-        parts[0].store.close()
+        host.stop()
 
 
 def put_salted(url: str, *salts: str | None, space=SPACE) -> None:

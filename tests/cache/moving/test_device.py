@@ -550,12 +550,12 @@ def test_an_engine_whose_device_cannot_be_used_serves_without_the_cache(bad, cap
             raise TransferError("no such device")
         return Streams.of(device)
 
-    host, parts = make_shared_storage_host(
+    host = make_shared_storage_host(
         {"store": f"file://{tmp_path}", "chunk_tokens": 8, "memory_bytes": 1 << 20},
         setup=DeviceSetup(streams=refuse),
         world_size=bad + 1,
     )
-    part = parts[0]
+    part = host.parts[0]
     for number in range(3):
         assert host.run(f"r{number}", range(40)).num_external_tokens == 0
         host.settle()
@@ -563,9 +563,7 @@ def test_an_engine_whose_device_cannot_be_used_serves_without_the_cache(bad, cap
     assert caplog.text.count("no such device") == 1 + bad
     assert caplog.text.count("rank 1: no such device. Nothing is loaded or saved") == bad
     assert part.observer["save_refused"] == 0
-    host.close()
-    for part in parts:
-        part.store.close()
+    host.stop()
 
 
 class Wrong(TorchCopies):
