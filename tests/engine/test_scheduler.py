@@ -288,6 +288,19 @@ def test_a_request_ends_with_an_error_when_lent_blocks_never_come_back():
     assert sim.role.count("finished", request.request_id) == 1
 
 
+def test_blocks_that_two_requests_have_in_common_count_once_as_lent(caplog):
+    choices = Hits(blocks=0)
+    choices.delay = choices.hold = True
+    sim = Simulation(choices, num_blocks=8, load_deadline_seconds=2.0)
+    for _ in range(2):
+        sim.send(prompt(9), max_tokens=1)
+        sim.step()
+    sim.clock.advance(2.01)
+    sim.send(prompt(20, seed=1))
+    sim.step()
+    assert "4 of 7 blocks are lent" in caplog.text
+
+
 def test_a_running_request_waits_for_blocks_that_are_about_to_come_back():
     choices = Hits(is_async=True)
     choices.hold = True

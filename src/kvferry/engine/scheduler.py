@@ -313,7 +313,7 @@ class Scheduler:
             logger.error(
                 "%r cannot run: %d of %d blocks are lent to a connector that never gave them back",
                 request,
-                sum(map(len, self._lent_tables())),
+                len({each for table in self._lent_tables() for each in table}),
                 self.pool.num_usable,
             )
             self._finish(request, FinishReason.ERROR)
