@@ -71,6 +71,19 @@ def serving(tmp_path):
 
 
 @pytest.fixture
+def memory():
+    """With a value, which peers serve."""
+    made = MemoryStore()
+    made.put(make_key(), [b"value"])
+    return made
+
+
+@pytest.fixture
+def peer(serving, memory):
+    return serving.open(serving.start(memory).address[1])
+
+
+@pytest.fixture
 def relay():
     """Factory of relays to a port."""
     with ExitStack() as stack:
@@ -141,10 +154,7 @@ class TestPeer(ProbeTests, RemoteStoreTests):
     test_one_of_racing_writers_replaces_an_empty_value = None
 
 
-def test_a_peer_is_only_read(serving):
-    memory = MemoryStore()
-    memory.put(make_key(), [b"value"])
-    peer = serving.open(serving.start(memory).address[1])
+def test_a_peer_is_only_read(peer):
     assert peer.accepts().kind is FaultKind.READ_ONLY
     assert peer.put(make_key(1), [b"other"]).result is PutResult.FAILED
     assert not peer.delete(make_key())
@@ -154,12 +164,9 @@ def test_a_peer_is_only_read(serving):
         list(peer.catalogue().scan())
 
 
-def test_as_a_tier_a_peer_gets_no_values_and_says_nothing(serving, caplog):
-    memory, counters = MemoryStore(), Counters()
-    memory.put(make_key(), [b"value"])
-    peer = serving.open(serving.start(memory).address[1])
+def test_as_a_tier_a_peer_gets_no_values_and_says_nothing(peer, memory, caplog):
     near, far = MemoryStore(), MemoryStore()
-    with TieredStore([near, peer, far], counters) as tiers:
+    with TieredStore([near, peer, far]) as tiers:
         assert tiers.accepts() is None
         assert tiers.put(make_key(1), [b"own"]).result is PutResult.STORED
         wait_until(lambda: far.where(make_key(1)) is Where.HERE, "the far tier has it")
@@ -292,9 +299,7 @@ def test_a_peer_that_is_not_known_to_have_a_value_is_asked_last(serving):
         assert asked() == [2, 3, 2]
 
 
-def test_a_dead_peer_is_left_alone_and_found_again(serving, caplog):
-    memory = MemoryStore()
-    memory.put(make_key(), [b"value"])
+def test_a_dead_peer_is_left_alone_and_found_again(serving, memory, caplog):
     server = serving.start(memory)
     port = server.address[1]
     with open_store(serving.url(port), namespace=SPACE) as peer:
@@ -527,18 +532,14 @@ def test_a_peer_that_does_not_exist_is_no_error_at_the_start(serving):
         store.read(make_key(), (), soon())
 
 
-def test_an_engine_that_lists_itself_finds_nothing_more(serving):
+def test_an_engine_that_lists_itself_finds_nothing_more(peer, memory):
     """It asks itself for what it lacks, and does not pass questions on: no circle can be."""
-    memory = MemoryStore()
-    memory.put(make_key(), [b"value"])
-    with TieredStore([memory, serving.open(serving.start(memory).address[1])]) as store:
+    with TieredStore([memory, peer]) as store:
         assert store.read(make_key(1), (), soon()) is None
         assert read_value(store, make_key()) == b"value"
 
 
-def test_a_store_of_another_namespace_gets_nothing(serving):
-    memory = MemoryStore()
-    memory.put(make_key(), [b"value"])
+def test_a_store_of_another_namespace_gets_nothing(serving, memory):
     peer = serving.open(serving.start(memory).address[1], namespace=b"o" * 32)
     with pytest.raises(StoreError, match="another model, configuration or tenant"):
         peer.read(make_key(), ())
