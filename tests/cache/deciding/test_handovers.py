@@ -6,14 +6,16 @@ import json
 import logging
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 
+from benchmarks.host import HostRequest
 from kvferry.adapters.vllm.connector import connector_options
 from kvferry.contract.handover import read_handover
 from kvferry.contract.spec import Mode
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.testing.clock import FakeClock
 from kvferry.types import ExtraKeys, KVGroup
+from tests.cache.deciding.events import Events
 from tests.cache.keeping import open_store
 from tests.contract.test_handover import ANY_PARAMS
 from tests.store.servers.remote_client import DictClient
@@ -286,7 +288,7 @@ def test_two_engines_of_one_user_need_no_store_in_their_options(make_host, tmp_p
 # -- what clients write ---------------------------------------------------------------------------
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(params=ANY_PARAMS)
 # Those that stop or hang engines with NIXL's connector, and more.
 @example(params={"do_remote_prefill": True})
@@ -296,16 +298,9 @@ def test_two_engines_of_one_user_need_no_store_in_their_options(make_host, tmp_p
 @example(params={"do_remote_prefill": True, "do_remote_decode": True, "remote_num_tokens": "9"})
 @example(params={"do_remote_prefill": True, "remote_num_tokens": 0})
 @example(params={"remote_prefiller": {"remote_host": ["x"], "remote_port": -1}})
-def test_parameters_of_any_form_end_in_a_right_answer(make_engine, params):
-    clock = FakeClock()
-    host = make_engine(DictClient(), clock)
-    request = host.add("r", PROMPT, handover=read_handover(params))
-    host.scheduler.lookup(request, 0)
-    clock.advance(6.0)  # more than `load_timeout_seconds`
-    assert host.admit(request) == 0
-    host.complete(request)
-    host.settle()
-    assert host.scheduler.is_idle
-    assert host.pool.num_taken == 0
-    host.close()
-    host.parts[0].store.close()
+def test_parameters_of_any_form_end_in_an_answer(params):
+    events = Events(None, "off", 0)
+    request = HostRequest("1", [*PROMPT], len(PROMPT), handover=read_handover(params))
+    events.requests.append(request)
+    events.role.on_new_request(request)
+    events.run(())
