@@ -467,20 +467,6 @@ def test_a_forward_that_fails_ends_the_audit_without_a_verdict(reader):
     assert host.observer["audit_mismatch"] == 0
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_load_that_failed_on_one_rank_is_no_mismatch_of_the_other(two_ranks, recomputes):
-    """Every rank computes on what all ranks loaded: where the load of one failed, the KV of the
-    others is wrong, too."""
-    host = two_ranks(recomputes=recomputes)
-    request = host.admitted("first", PROMPT)
-    lose_chunk(host, held_keys(host.pool).pop(), rank=0)
-    be_right_again = be_another_model(host, host.ranks[1:])  # in this step only
-    host.step([request], tokens=len(PROMPT) - request.num_computed_tokens)
-    be_right_again()
-    end(host, request)
-    assert host.observer["audit_mismatch"] == 0
-
-
 def test_a_window_shorter_than_a_chunk_makes_no_hit_short(make_host, tmp_path, caplog):
     groups = (group(2, None), group(3, 6))
     writer = make_host(groups=groups, store=open_store(tmp_path / "store"), chunk_tokens=16)

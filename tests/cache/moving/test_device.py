@@ -353,17 +353,6 @@ def test_a_load_that_fails_halfway_comes_before_what_the_engine_computes_instead
     assert expected
 
 
-def test_slots_are_pinned_from_registration_to_close(make):
-    device = SimulatedDevice()
-    host = make(setup=device.setup())
-    assert device.pinned == 1
-    host.step(saves=saves())
-    device.drain()
-    host.settle(saved=3)
-    host.close()
-    assert device.pinned == 0
-
-
 def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_slots_pinned(make):
     device = SimulatedDevice()
     bounds = CacheBounds(writes_close_seconds=0.05, device_close_seconds=0.05)

@@ -29,7 +29,9 @@ ACTIONS = st.lists(
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(ACTIONS)
 def test_no_order_of_streams_makes_a_chunk_wrong(actions):
-    assert num_wrong_after(actions, SimulatedDevice()) == 0
+    device = SimulatedDevice()
+    assert num_wrong_after(actions, device) == 0
+    assert device.pinned == 0
 
 
 @pytest.mark.parametrize("what", CONTROLS)
