@@ -93,6 +93,15 @@ def stored(make):
     return store, expected
 
 
+def fetched(make, **options):
+    """A simulated device, a host on it whose slots hold all chunks, and what their rows are."""
+    store, expected = stored(make)
+    device = SimulatedDevice()
+    host = make(store=store, setup=device.setup(**options))
+    host.fetch()
+    return device, host, expected
+
+
 def long_work(device: str) -> None:
     """Work of the engine that a copy would overtake if nothing held it back."""
     if device == "cuda":
@@ -176,10 +185,7 @@ def run_all(device, *streams):
 
 
 def test_loads_and_saves_wait_for_nothing_but_what_they_need(make):
-    store, expected = stored(make)
-    device = SimulatedDevice()
-    host = make(store=store, setup=device.setup())
-    host.fetch()
+    device, host, expected = fetched(make)
     device.compute(host.fill)
     for several in (saves()[:1], saves()[1:]):
         host.step(saves=several)
@@ -239,7 +245,7 @@ def test_saves_without_device_memory_are_put_off(make):
 
 
 def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_write_it(make):
-    store, expected = stored(make)
+    store, _expected = stored(make)
     notes = NotesReads(store)
     device = SimulatedDevice()
     host = make(store=notes, setup=device.setup())
@@ -256,7 +262,6 @@ def test_a_slot_whose_copy_was_given_up_is_not_read_into_while_the_device_may_wr
     device.drain()
     host.settle(held=1)
     assert notes.opened == [chunk.key]
-    assert expected
 
 
 @pytest.mark.parametrize("which", ["NHD", "simulated"])
@@ -292,11 +297,7 @@ def test_what_no_thread_can_write_is_held_all_the_same(make, monkeypatch, which)
 def test_a_fetch_without_a_thread_is_a_miss(make, monkeypatch):
     store, _expected = stored(make)
     host = make(store=store)
-
-    def refuse(_pool, _run):
-        return job_without_a_thread()
-
-    monkeypatch.setattr(IOPool, "submit", refuse)
+    monkeypatch.setattr(IOPool, "submit", lambda *_: job_without_a_thread())
     host.step(fetches=tuple(Fetch(chunk, (0, 1)) for chunk in chunks(FETCH_SLOTS)))
     assert host.missed == [Filled(slot, "io_error") for slot in FETCH_SLOTS]
     assert host.worker.io.is_idle
@@ -326,10 +327,7 @@ def test_what_follows_a_copy_waits_for_the_others_of_its_step(make, monkeypatch)
 
 
 def test_loads_without_device_memory_fail_and_name_their_blocks(make):
-    store, _expected = stored(make)
-    device = SimulatedDevice()
-    host = make(store=store, setup=device.setup())
-    host.fetch()
+    device, host, _expected = fetched(make)
     device.memory_left = 0
     host.step(loads=(host.load(),))
     assert host.observer["load_failed_chunks"] == 3
@@ -338,10 +336,7 @@ def test_loads_without_device_memory_fail_and_name_their_blocks(make):
 
 
 def test_a_load_that_fails_halfway_comes_before_what_the_engine_computes_instead(make):
-    store, expected = stored(make)
-    device = SimulatedDevice()
-    host = make(store=store, setup=device.setup())
-    host.fetch()
+    device, host, _expected = fetched(make)
     device.memory_left = 3  # one chunk, and the next one's copy to the device
     host.begin(loads=(host.load(),))
     device.compute(lambda: host.fill(start=50))
@@ -350,7 +345,6 @@ def test_a_load_that_fails_halfway_comes_before_what_the_engine_computes_instead
     wanted = make()
     wanted.fill(start=50)
     assert_rows(host.rows(LOADED), wanted.rows(LOADED))
-    assert expected
 
 
 def test_a_device_that_hangs_holds_up_close_for_a_while_and_keeps_slots_pinned(make):
@@ -389,12 +383,8 @@ def test_a_read_that_never_began_leaves_the_slot_to_the_device_that_reads_it(mak
     host.step(loads=(host.load(),))
     first, second, _third = chunks(FETCH_SLOTS)
     fetch = Fetch(SlotChunk(first.slot, second.key, second.first_token), (0, 1))
-
-    def refuse(_pool, _run):
-        return job_without_a_thread()
-
     with monkeypatch.context() as patch:
-        patch.setattr(IOPool, "submit", refuse)
+        patch.setattr(IOPool, "submit", lambda *_: job_without_a_thread())
         host.step(fetches=(fetch,))
     assert [missed.slot for missed in host.missed] == [first.slot]
     notes.opened.clear()
@@ -441,10 +431,7 @@ def test_a_sleeping_engine_has_its_memory_back(make, copies):
 
 
 def test_memory_goes_after_the_copies_out_of_it_and_serves_again_when_it_is_back(make):
-    store, expected = stored(make)
-    device = SimulatedDevice()
-    host = make(store=store, setup=device.setup())
-    host.fetch()
+    device, host, expected = fetched(make)
     host.begin(saves=saves())
     device.compute(host.fill)
     host.end()
@@ -649,10 +636,7 @@ def test_memory_taken_in_inference_mode_serves_outside_of_it(make, monkeypatch):
 
     register = torch.inference_mode()(CacheWorker.register_kv_caches)
     monkeypatch.setattr(CacheWorker, "register_kv_caches", register)
-    store, expected = stored(make)
-    device = SimulatedDevice()
-    host = make(store=store, setup=device.setup(copies=TritonCopies))
-    host.fetch()
+    device, host, expected = fetched(make, copies=TritonCopies)
     host.step(loads=(host.load(),))
     host.step(saves=saves(LOADED))
     device.drain()
