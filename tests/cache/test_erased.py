@@ -49,15 +49,6 @@ def held(host, extra: ExtraKeys) -> int:
 
 
 @pytest.mark.parametrize("kind", ["salt", "keys", "namespace"])
-def test_it_is_gone_from_memory_before_the_next_hit_is_promised(host, kind):
-    hear(host, kind)
-    request = host.add("next", [1, 2, 3])
-    host.scheduler.lookup(request, 0)
-    assert held(host, ALICE) == 0
-    assert held(host, BOB) == (0 if kind == "namespace" else len(keys_of(host, BOB)))
-
-
-@pytest.mark.parametrize("kind", ["salt", "keys", "namespace"])
 def test_an_engine_without_requests_lends_it_no_more(host, kind):
     mine, other = keys_of(host, ALICE)[0], keys_of(host, BOB)[0]
     for key in (mine, other):
@@ -82,17 +73,6 @@ def test_nothing_more_is_saved_of_a_request_that_runs_and_the_next_one_is_saved(
     assert not any(host.pool.find(key) for key in keys.keys)
     host.run("later", longer, extra_keys=ALICE)
     assert all(host.pool.find(key) for key in keys.keys[5:])
-
-
-def test_a_hit_that_was_promised_is_loaded_and_then_nobody_finds_it(host):
-    request = host.add("served", PROMPT, extra_keys=ALICE)
-    assert host.scheduler.lookup(request, 0).num_tokens == 36
-    hear(host)
-    assert host.admit(request) == 36
-    host.prefill(request)  # checks every byte
-    host.finish(request)
-    host.settle()
-    assert held(host, ALICE) == 0
 
 
 def test_what_was_read_from_a_store_is_known_by_its_salt_too(host):

@@ -164,18 +164,6 @@ def test_a_request_of_which_the_host_takes_more_than_promised_is_a_failed_load(m
         host.scheduler.update_after_alloc(request, first.block_ids, hit + host.block_size)
 
 
-def test_nothing_is_saved_of_a_request_whose_load_was_not_planned(make_host):
-    """Also by plans that were made before its failure was reported."""
-    host = make_host()
-    host.scheduler = GuardedScheduler(host.scheduler, Counters(), block_size=host.block_size)
-    request = host.admitted("reader", PROMPT)
-    host.scheduler.update_after_alloc(request, request.block_ids, 24)
-    request.num_computed_tokens, request.num_scheduled_tokens = 24, 8
-    assert build_plan(host, request).lost_block_ids
-    request.num_computed_tokens = 32
-    assert not getattr(build_plan(host, request), "saves", ())
-
-
 def test_a_hit_cut_short_for_want_of_windows_is_looked_for_in_linear_time(make_host, monkeypatch):
     (full,) = make_groups()
     host = make_host(groups=(full, replace(full, window=9)))

@@ -130,8 +130,6 @@ class Broken(WrapperStore):
     def read(self, key, *args):
         raise ValueError(f"{key.hex()} is too much")
 
-    put = read
-
 
 @pytest.mark.parametrize(
     ("hide", "counter", "miss"),
@@ -154,21 +152,6 @@ def test_a_record_that_cannot_be_read_is_a_miss(make_host, hide: Callable, count
     assert_settles(host)
     host.forget_memory()
     assert host.scheduler.lookup(host.add("again", PROMPT), 0) == (0, False, miss)
-
-
-@pytest.mark.parametrize(
-    "store", [FailingStore(MemoryStore("x"), operations={"put"}), Broken(MemoryStore("x"))],
-    ids=["fails", "raises what it must not"],
-)  # fmt: skip
-def test_a_store_that_cannot_write_stops_nothing(make_host, store):
-    host = make_host(store=store)
-    host.run("a", PROMPT)
-    host.settle()
-    host.forget_memory()
-    assert host.run("b", PROMPT).num_external_tokens == 0
-    host.settle()
-    assert host.observer["save_failed"] == 10
-    assert host.observer["saved_bytes"] == 0
 
 
 def test_a_worker_waits_for_its_reads_and_not_for_ever(make_host):
@@ -424,17 +407,6 @@ def test_a_copy_that_fails_in_any_way_fails_its_chunks_alone(
     assert host.run("next", PROMPT).num_external_tokens == 40
 
 
-def test_a_hit_waits_for_slots_that_others_are_about_to_leave(make_host):
-    store, prompts = store_prompts(make_host, 3)
-    host = make_host(store=store, num_slots=8)  # one prompt's five chunks at a time
-    requests = [host.add(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
-    assert [host.scheduler.lookup(request, 0).num_tokens for request in requests] == [None] * 3
-    for request in requests:
-        assert host.admit(request) == 40
-        host.complete(request)
-    assert host.observer["miss_tokens/no_memory"] == 0
-
-
 def test_hits_admitted_in_a_row_are_whole_though_only_one_fits_into_the_pool(make_host):
     store, prompts = store_prompts(make_host, 4)
     host = make_host(store=store, num_slots=7)
@@ -445,26 +417,6 @@ def test_hits_admitted_in_a_row_are_whole_though_only_one_fits_into_the_pool(mak
             host.scheduler.lookup(following, 0)  # in the step that loads
         host.step([request], tokens=1)
         assert host.ranks[0].wrong_tokens(request, prefix_seeds(request), 40) == 0
-
-
-def test_a_bystander_of_a_failed_load_saves_nothing_more(make_host):
-    """It may share the failed blocks by the host's own prefix cache, and not be computed again."""
-    store, keys = store_prompt(make_host)
-    host = make_host(store=store)
-    bystander = host.admitted("bystander", list(range(300, 341)))
-    host.step([bystander], tokens=4)
-    failing = host.admitted("failing", PROMPT)
-    lose_chunk(host, keys[1])
-    host.step([failing, bystander], tokens=1)
-    host.prefill(bystander)
-    host.prefill(failing)
-    host.settle()
-    assert host.observer["put_stored"] == 0
-    assert host.observer["put_exists"] == 1, "the failed chunk, by the request that computed it"
-    host.finish(bystander)
-    host.run("afterwards", list(range(300, 341)))
-    host.settle()
-    assert host.observer["put_stored"] == 5
 
 
 def test_a_host_that_carries_no_reports_loads_and_saves_nothing(make_host):

@@ -47,16 +47,6 @@ def test_a_prompt_hits_its_equal_by_the_formula(chunk: int, block: int):
         host.stop()
 
 
-def test_a_shared_prefix_hits_by_whole_chunks(make_host):
-    host = make_host(chunk_tokens=8)
-    prompt = list(range(40))
-    host.run("first", prompt)
-    host.settle()
-    assert host.run("shares 19", [*prompt[:19], 7, 7, 7, 7, 7]).num_external_tokens == 16
-    assert host.run("extends", [*prompt, 1, 2, 3]).num_external_tokens == 40
-    assert host.run("shares 7", [*prompt[:7], 9, 9, 9, 9]).num_external_tokens == 0
-
-
 def test_only_what_the_engine_lacks_is_loaded(make_host):
     host = make_host(chunk_tokens=8)
     prompt = list(range(40))
@@ -124,18 +114,6 @@ def test_a_preempted_request_resumes_from_the_store(make_host):
     host.preempt(request)
     assert host.admit(request) == 24
     host.complete(request)
-
-
-def test_two_requests_with_one_prefix_store_it_once(make_host):
-    host = make_host(chunk_tokens=8)
-    prompt = list(range(24))
-    first, second = host.add("a", prompt), host.add("b", prompt)
-    host.admit(first)
-    host.admit(second)
-    host.step([first, second], tokens=24)
-    host.settle()
-    assert host.observer["put_stored"] == 3
-    assert host.observer["put_exists"] == 0
 
 
 def test_uncacheable_requests_are_neither_read_nor_written(make_host):
