@@ -129,3 +129,11 @@ def test_what_does_not_exist_is_one_line_and_status_2(arguments, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_wrong_record_on_a_server_ends_the_world_although_clients_errors_are_caught(monkeypatch):
+    monkeypatch.setattr("kvferry.testing.world.truth.payload_of", lambda content: b"none")
+    with worlds() as seam:
+        failure = run(SCENARIOS["restart"], seam).failure
+    assert failure is not None
+    assert str(failure).startswith("wrong record: m0 has wrong KV")

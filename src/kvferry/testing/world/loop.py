@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from greenlet import getcurrent, greenlet
 
@@ -90,6 +90,11 @@ class Loop:
         self._num_timers = 0
         self._num_tasks = 0
         self._hub = getcurrent()
+
+    def fail(self, wrong: Wrong) -> NoReturn:
+        """End the world, also from within calls whose errors kvferry catches."""
+        self.failure = self.failure or wrong
+        raise wrong
 
     def spawn(self, run: Callable[[], Any], name: str, owner: str | None = None) -> Task:
         """Begin a task. Without an owner, it belongs to the process of the current task."""

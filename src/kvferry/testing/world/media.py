@@ -121,9 +121,12 @@ class Medium:
         return value[: len(value) // 2] if self.has("cut", owner) else value
 
     def store(self, name: str, value: bytes) -> None:
-        """Keep a value. Raises Wrong: it is a record, and not of the KV that its key stands for."""
+        """Keep a value. Ends the world if it is a record of other KV than its key stands for."""
         if self._truth is not None and not name.endswith(".json"):
-            self._truth.check_record(self.name, key_in(name), value)
+            try:
+                self._truth.check_record(self.name, key_in(name), value)
+            except Wrong as wrong:
+                self.loop.fail(wrong)
         self.values[name] = value
         while self._max_bytes is not None and self.num_bytes > self._max_bytes:
             self.values.popitem(last=False)
@@ -350,7 +353,8 @@ class PeerLink:
             before = b"".join(loan.buffers)
             self._peers.wire.enter(self._owner, deadline, sum(len(b) for _, b in ranges))
             if b"".join(loan.buffers) != before and self._peers.loop.now < loan.until:
-                raise Wrong("lent", f"{desk.owner} changes what {self._owner} reads")
+                said = f"{desk.owner} changes what {self._owner} reads"
+                self._peers.loop.fail(Wrong("lent", said))
             value = self._peers.wire.damaged(before, self._owner)
             return KeyState.HELD, copy_ranges(value, ranges)
         finally:
