@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 
-def check_pool(pool: Any, holds: Iterable[Sized] | None = None) -> None:  # noqa: ANN401
+def check_pool(pool: Any, holds: Iterable[Iterable[Any]] | None = None) -> None:  # noqa: ANN401
     """Check that no slot of a `HostPool` is lost, in two places, or in a wrong state; and, given
     all holds, that each pin has an owner. Raises AssertionError."""
     if holds is not None:
-        assert sum(map(len, holds)) == pool.num_pins, "pins without an owner"
+        owned = Counter(id(slot) for hold in holds for slot in hold)
+        pins = {id(slot): slot.pins for slot in pool.pinned()}
+        assert dict(owned) == pins, "pins without an owner, or of a slot that was assigned again"
     assigned: dict[int, Any] = pool._slots
     idle = pool._idle
     by_key = {key: pool.find(key) for key in pool._by_key}

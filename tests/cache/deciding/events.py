@@ -5,7 +5,7 @@ end, and what the host does with its requests.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ from kvferry.testing.clock import FakeClock
 from kvferry.types import ChunkKey, Handover, KVSource, ProducerStamp, RequestOptions
 from tests.cache.conftest import record_bytes
 from tests.cache.hosts import make_groups
-from tests.cache.pools import check_pool, slot_at, slots_of
+from tests.cache.pools import check_pool, slot_at
 from tests.host_tables import parts_of_tables, table_per_group
 
 BLOCK, CHUNK, SLOTS = 4, 8, 7
@@ -133,24 +133,7 @@ class Events:
 
     def check(self) -> None:
         """Each pin has one owner."""
-        pins: Counter[int] = Counter()
-        for state in self.role.requests.by_id.values():
-            if state.search is not None:
-                pins.update(map(id, state.search.pinned))
-                if state.search.hit is not None and state.search.hit.audit is not None:
-                    audit = state.search.hit.audit
-                    pins.update((id(audit.record), id(audit.copy)))
-        audits = self.role.audits
-        found = (state.audit for state in self.role.requests.by_id.values())
-        expected = [audit for audit in found if audit is not None and audit.is_expected]
-        for audit in [*expected, *audits._running.values()]:
-            pins.update((id(audit.record), id(audit.copy)))
-        for state in self.role.requests.by_id.values():
-            pins.update(map(id, () if state.load is None else state.load[1]))
-        for slot in slots_of(self.role.pool).values():
-            assert slot.pins == pins.pop(id(slot), 0)
-        assert not pins, "slots that were assigned again while they had a pin"
-        check_pool(self.role.pool)
+        check_pool(self.role.pool, self.role.holds())
 
     def check_promise(self, request: HostRequest, local: int, promised: int, why: object) -> None:
         """What is promised is held and pinned: each chunk that the next token needs."""
