@@ -357,15 +357,6 @@ def test_one_rank_is_enough(two_ranks, wrong):
     assert settled_run(host, "later").num_external_tokens == 0
 
 
-def test_another_epoch_reads_and_writes_again(reader):
-    host = reader(other=True, recomputes=True)
-    settled_run(host, "first")
-    assert host.scheduler.reset()
-    assert settled_run(host, "own").num_external_tokens == 0
-    assert settled_run(host, "own again").num_external_tokens == WHOLE
-    assert counts(host) == (0, 1, 0)
-
-
 def test_an_audit_that_ends_after_its_epoch_says_nothing(reader):
     host = reader(other=True)
     request = host.admitted("first", PROMPT)
