@@ -198,21 +198,6 @@ def test_no_more_is_asked_than_can_hit(make_store, client):
     assert [len(names) for names in client.asked] == [32, 64, 128, 256]
 
 
-def test_a_prefix_with_gaps_is_found(make_store, client):
-    store = make_store(clock=FakeClock())
-    keys = [make_key(number) for number in range(100)]
-    for key in keys[1:60] + keys[61:]:
-        client.put(store.name_of(key), [b"value"], time.monotonic() + 1)
-    store.probe(keys)
-    wait_until(lambda: store.where(keys[0]) is Where.ABSENT, "the probe ends")
-    assert store.where(keys[99]) is Where.HERE
-    assert [store.where(key) is Where.HERE for key in (keys[0], keys[1], keys[60])] == [
-        False,
-        True,
-        False,
-    ]
-
-
 def test_an_absent_key_is_not_asked_for_again_at_once(make_store, client):
     clock = FakeClock()
     store = make_store(clock=clock)
@@ -250,17 +235,6 @@ def test_keys_that_are_asked_for_again_are_asked_for_from_the_first_on(make_stor
         assert [store.where(key) is Where.HERE for key in keys[:6]] == [True] * num_there + [
             False
         ] * (6 - num_there)
-
-
-def test_a_server_that_does_not_answer_once_is_asked_again(make_store, client):
-    store = make_store(clock=FakeClock())
-    client.put(store.name_of(make_key()), [b"value"], time.monotonic() + 1)
-    client.down = True
-    store.probe([make_key()], again=True)
-    wait_until(lambda: store.where(make_key()) is Where.ABSENT, "the question ends")
-    client.down = False
-    store.probe([make_key()], again=True)
-    wait_until(lambda: store.where(make_key()) is Where.HERE, "it has come")
 
 
 def test_probes_for_which_there_is_no_thread_take_no_place_from_later_ones(

@@ -33,17 +33,14 @@ KEY = make_key()
 class Opening:
     """Opens a store when it is let."""
 
-    def __init__(self, error=None):
+    def __init__(self):
         self.go = threading.Event()
         self.is_begun = threading.Event()
         self.store = MemoryStore("late", None)
-        self.error = error
 
     def __call__(self, may_create):
         self.is_begun.set()
         assert self.go.wait(60)
-        if self.error is not None:
-            raise self.error
         return self.store
 
 
@@ -88,13 +85,6 @@ def is_open(store):
     return state(store) == "up"
 
 
-def test_an_error_in_time_is_raised(opened):
-    opening = Opening(ConfigError("no such place"))
-    opening.go.set()
-    with pytest.raises(ConfigError, match="no such place"):
-        opened(opening, 60.0)
-
-
 def test_until_it_is_open_nothing_is_there(opened, caplog):
     opening = Opening()
     late = opened(opening, 0.01)
@@ -116,26 +106,6 @@ def test_until_it_is_open_nothing_is_there(opened, caplog):
     ):
         call()
     opening.go.set()
-
-
-def test_once_it_is_open_it_is_used(opened):
-    opening = Opening()
-    late = opened(opening)
-    opening.go.set()
-    wait_until(lambda: is_open(late), "it is open")
-    assert late.put(KEY, [b"bytes"]).result is PutResult.STORED
-    assert late.where(KEY) is Where.HERE
-    assert late.stat().num_records == 1
-    late.close()
-    assert opening.store.put(KEY, [b"x"]).result is PutResult.FAILED
-
-
-def test_an_error_after_the_time_is_logged_and_stays_a_miss(opened, caplog):
-    opening = Opening(ConfigError("mount went away"))
-    late = opened(opening)
-    opening.go.set()
-    wait_until(lambda: "mount went away" in caplog.text, "it is logged")
-    assert late.put(KEY, [b"x"]).result is PutResult.FAILED
 
 
 def test_a_store_that_opens_after_close_is_closed(opened):
@@ -165,18 +135,6 @@ def test_a_medium_that_does_not_answer_is_tried_again(opened, caplog):
     wait_until(lambda: len(caplog.records) == 2, "both are logged")
     assert "cannot be opened: it does not answer: serving without it" in caplog.messages[0]
     assert "opened after 20.0 s" in caplog.messages[1]
-
-
-def test_what_is_found_below_a_mount_that_is_away_does_not_end_the_tries(opened):
-    opening, clock = Away(), FakeClock()
-    late = opened(opening, 60.0, clock=clock)
-    opening.error = StorePlaceError("it is not a kvferry store")
-    for count in range(2, 5):
-        advance(late, clock)
-        wait_until(lambda at=count: len(opening.tries) == at, "it is tried")
-    opening.error = None
-    advance(late, clock)
-    wait_until(lambda: is_open(late), "it is open")
 
 
 @pytest.mark.parametrize("start_seconds", [60.0, None])
@@ -225,15 +183,6 @@ def test_a_store_that_was_left_out_is_used_once_people_made_room(opened, caplog)
         "serving without it until it can",
         "opened after 15.0 s",
     ]
-
-
-def test_a_close_ends_the_tries(opened):
-    opening, clock = Away(), FakeClock()
-    before = set(threading.enumerate())
-    opened(opening, 60.0, clock=clock).close()
-    wait_until(lambda: set(threading.enumerate()) <= before, "its thread ends")
-    clock.advance(100.0)
-    assert len(opening.tries) == 1
 
 
 @pytest.mark.parametrize("is_late", [False, True])

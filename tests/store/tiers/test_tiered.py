@@ -207,15 +207,6 @@ def test_a_wrong_record_that_was_brought_nearer_goes_from_both(make_tiers):
     assert not held(far)
 
 
-def test_a_store_that_is_only_read_is_offered_nothing(make_tiers, caplog, tmp_path):
-    FileStore(tmp_path / "kv").close()
-    store = make_tiers(FileStore(tmp_path / "kv", read_only=True))
-    rest(store)
-    assert store.accepts() is not None
-    assert store.put(make_key(), [b"value"]).result is PutResult.FAILED
-    assert caplog.messages == []  # whoever opened it so knows
-
-
 def test_a_store_whose_index_is_being_made_is_not_written_to_and_refuses_nothing(
     make_tiers, caplog, tmp_path
 ):
@@ -588,32 +579,6 @@ def test_a_read_that_never_returns_leaves_the_tier_alone(make_tiers):
     reader.join()
     clock.advance(QUICK.longest_pause_seconds)
     wait_until(lambda: state(store, 1) == "up", "it is used again")
-
-
-def test_a_store_that_is_not_open_yet_is_no_tier(make_tiers, caplog):
-    clock, inner, far = FakeClock(), MemoryStore(), MemoryStore()
-    is_away = True
-
-    def opened(_may_create):
-        if is_away:
-            raise StoreError(FaultKind.AWAY, "away")
-        return inner
-
-    store = make_tiers(Unopened("late://x", opened), far, clock=clock)
-    for number in range(5):
-        assert store.put(make_key(number), [b"value"]).result is PutResult.STORED
-        assert held(store, number)
-    assert held(far)
-    is_away = False
-    clock.advance(QUICK.longest_pause_seconds)
-    wait_until(lambda: state(store) == "up", "it is open")
-    assert store.put(make_key(9), [b"value"]).result is PutResult.STORED
-    assert held(inner, 9), "at once"
-    wait_until(lambda: len(caplog.records) == 2, "its opening is logged")
-    assert [message.partition(": ")[0] for message in caplog.messages] == [
-        "store late://x cannot be opened",
-        "store late://x",
-    ]
 
 
 class Unsteady(MemoryStore):
