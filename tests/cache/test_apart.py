@@ -15,22 +15,22 @@ from kvferry.cache.build import PrefixCache
 from kvferry.cache.deciding import rank_slots
 from kvferry.cache.deciding.scheduler import CacheScheduler
 from kvferry.contract.messages import LookupMiss
-from kvferry.errors import Fault, FaultKind, TransferError
+from kvferry.errors import FaultKind, TransferError
 from kvferry.keys import ShardKeys
 from kvferry.record.check import RecordInfo, parse_head
-from kvferry.store.base import HERE, Put
+from kvferry.store.base import HERE
 from kvferry.store.erasures import name_of_key, names_in
 from kvferry.store.file.store import FileStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.faults import Gate, StallingStore
-from kvferry.testing.wrappers import WrapperStore
 from kvferry.types import RequestOptions
 from tests.cache.hosts import make_groups
 from tests.store.servers.remote_client import DictClient
 
 from .keeping import PROMPT, assert_settles, keys_of, wait_for
+from .test_ranks import Refusing
 
 APART = "ranks are on several machines"
 OTHER = list(range(100, 141))
@@ -364,11 +364,6 @@ def test_ranks_that_are_apart_read_whole_records_from_the_first_look_up_on(
 # -- faults -----------------------------------------------------------------------------------
 
 
-class Full(WrapperStore):
-    def put(self, *args, **given) -> Put:
-        return Put.failed(Fault(FaultKind.FULL, "no space"))
-
-
 def written(host, rank: int) -> bool:
     """Whether all shards of a rank are stored."""
     where = of_namespace(host, host.parts[rank].store).where
@@ -401,11 +396,11 @@ def test_a_chunk_counts_once_the_last_rank_has_stored_its_shard(make_host, place
 def test_a_chunk_that_one_rank_cannot_store_is_not_stored(make_host, places, kind, full):
     open_stores = getattr(places, kind)
     stores = open_stores(2)
-    stores[full] = Full(stores[full])
+    stores[full] = Refusing(stores[full])
     host = store(start(make_host, stores))
     where = host.scheduler.context.store.where
     assert not any(where(key) is HERE for key in keys_of(host))
-    why = LookupMiss.REFUSED, f"rank {full}: no space", FaultKind.FULL
+    why = LookupMiss.REFUSED, f"rank {full}: full", FaultKind.FULL
     assert all(host.scheduler.requests.refused.why(key) == why for key in keys_of(host))
     host.close()
     # Another engine finds no shard of one rank, and stores it.

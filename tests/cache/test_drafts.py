@@ -143,11 +143,6 @@ def test_of_a_long_prompt_all_drafts_are_stored_while_there_is_room(make, monkey
     assert (found == [200, 0]) is has_room
 
 
-def test_a_hit_from_memory_has_its_drafts(make):
-    writer = stored(make)
-    assert read(writer) == (40, 0)
-
-
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [

@@ -24,7 +24,6 @@ from .keeping import (
     records,
     wait_for,
 )
-from .pools import held_keys
 from .windowed import group, opened
 
 
@@ -112,19 +111,6 @@ def test_a_slow_store_does_not_keep_memory_from_being_used(host):
     assert host.observer["miss_tokens/slower"] == 24
 
 
-def test_two_hits_on_one_chunk_at_once_are_both_promised_at_once(host):
-    first, second = host.add("one", PROMPT), host.add("two", PROMPT)
-    for request in (first, second):
-        assert host.scheduler.lookup(request, 0).num_tokens == 40
-    assert [host.admit(first), host.admit(second)] == [40, 40]
-    host.step([first, second], tokens=1)
-    for request in (first, second):
-        host.check(request)
-        host.finish(request)
-    assert host.pool.num_taken == 0
-    assert host.store.num_opened == NUM_CHUNKS
-
-
 def test_each_rank_holds_its_own_part(tmp_path: Path, make_host):
     url = f"file://{tmp_path}"
     writer = make_host(store=url, world_size=2)
@@ -174,17 +160,6 @@ def prompts_in_a_store(make_host, number: int) -> tuple[CountingStore, list[list
     return store, prompts
 
 
-def test_memory_bytes_bound_what_is_held_and_the_least_recently_used_goes(make_host):
-    store, prompts = prompts_in_a_store(make_host, 4)
-    host = make_host(store=store, num_slots=3 * NUM_CHUNKS + 1, num_blocks=4096)
-    for number in (0, 1, 2, 0, 3):
-        assert host.run(f"reads {number}", prompts[number]).num_external_tokens == 40
-    held = [promise(host, f"asks {number}", prompts[number]) for number in (0, 2, 3)]
-    assert held == [40, 40, 40]
-    assert promise(host, "asks for the one that went", prompts[1]) is None
-    assert len(held_keys(host.pool)) <= host.pool.num_slots == 16
-
-
 def test_what_is_nearest_to_the_root_is_held_longest(make_host):
     store, prompts = prompts_in_a_store(make_host, 2)
     host = make_host(store=store, num_slots=NUM_CHUNKS)
@@ -194,16 +169,6 @@ def test_what_is_nearest_to_the_root_is_held_longest(make_host):
     held = [host.pool.holds(key, everything) for key in keys_of(host, prompts[0])]
     assert held == [True, True, True, False, False]
     assert promise(host, "a shorter one", prompts[0][:25]) == 24
-
-
-def test_memory_goes_to_reads_and_writes_that_need_it(directory: Path, make_host):
-    host = make_host(store=open_store(directory), num_slots=6, num_blocks=4096)
-    for number in range(6):
-        prompt = [1000 * (number + 1) + token for token in range(41)]
-        host.run(f"cold {number}", prompt)
-        host.settle()
-        assert host.run(f"stored {number}", PROMPT).num_external_tokens == 40
-        assert host.pool.num_taken == 0
 
 
 # -- promises that come to nothing --------------------------------------------------------------

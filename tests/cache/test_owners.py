@@ -19,24 +19,16 @@ from kvferry.observe import Counters
 from kvferry.record.check import ReadFault
 from kvferry.store.base import ABSENT
 from kvferry.store.kind import Opening
-from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.remote import RemoteStore
 from kvferry.types import RequestOptions
 from tests.cache.keeping import PROMPT, keys_of, wait_for
 from tests.cache.pools import check_pool
+from tests.cache.test_failed_plans import stored
 from tests.store.servers.remote_client import DictClient
 
+__all__ = ["stored"]
+
 HIT = 40
-
-
-@pytest.fixture
-def stored(make_host):
-    """A store with the prompt."""
-    store = MemoryStore("stored")
-    host = make_host(store=store)
-    host.run("writer", PROMPT)
-    host.settle()
-    return store
 
 
 def guard(host) -> None:

@@ -139,45 +139,20 @@ def test_what_only_the_store_of_a_prefiller_has_is_in_its_memory_after_the_answe
     assert prefiller.observer["put_failed"] == prefiller.observer["save_failed"] == 0
 
 
-@pytest.fixture
-def fail(peers, tmp_path):
-    """Makes a decode whose first reads of what a prefill stored fail, and the prefill's answer."""
-
-    def make(medium, num_failures):
-        prefiller = peers(store=open_directory(tmp_path / "store"))
-        answer = prefill(prefiller)
-        inner = open_directory(tmp_path / "store")
-        if medium == "peer":
-            key_file = prefiller.parts[0].config.serve.partition("?")[2]
-            url = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
-            inner = open_one(url, Opening(namespace=prefiller.scheduler.requests.namespace))
-        store = FailingStore(inner, operations={"read"}, num_failures=num_failures)
-        return peers(None, store=store), answer, store
-
-    return make
-
-
-@pytest.mark.parametrize("num_failures", [1, 2, 3])
 @pytest.mark.parametrize("medium", ["peer", "directory"])
-def test_a_failed_read_of_what_was_handed_over_is_tried_again(fail, medium, num_failures):
-    decoder, answer, store = fail(medium, num_failures)
-    assert decode(decoder, answer) == HIT
-    assert store.num_failed == num_failures
-    assert_settles(decoder)
-
-
-@pytest.mark.parametrize("medium", ["peer", "directory"])
-def test_reads_that_fail_for_ever_end(fail, medium):
-    decoder, answer, store = fail(medium, None)
+def test_reads_that_fail_for_ever_end(peers, tmp_path, medium):
+    prefiller = peers(store=open_directory(tmp_path / "store"))
+    answer = prefill(prefiller)
+    inner = open_directory(tmp_path / "store")
+    if medium == "peer":
+        key_file = prefiller.parts[0].config.serve.partition("?")[2]
+        url = f"peer://{LOCALHOST}:{answer['remote_port']}?{key_file}"
+        inner = open_one(url, Opening(namespace=prefiller.scheduler.requests.namespace))
+    store = FailingStore(inner, operations={"read"})
+    decoder = peers(None, store=store)
     assert decode(decoder, answer) == 0
     assert store.num_failed <= NUM_CHUNKS + 3
     assert_settles(decoder)
-
-
-def test_a_failed_read_of_another_request_is_not_tried_again(fail):
-    decoder, _answer, store = fail("directory", 1)
-    assert decoder.run("not handed over", PROMPT).num_external_tokens < HIT
-    assert store.num_failed == 1
 
 
 def test_a_wrong_record_is_not_read_again(peers, tmp_path):
