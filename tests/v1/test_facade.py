@@ -163,26 +163,29 @@ def test_faults_of_a_role_stay_behind_the_facade():
     assert request.all_token_ids == true_output(PROMPT, 3)
 
 
+def going_on(new=(), **blocks):
+    """A step of requests that begin, and of others that go on and get these blocks."""
+    return SchedulerOutput(
+        scheduled_new_reqs=[
+            NewRequestData(
+                req_id=name, prompt_token_ids=PROMPT, prefill_token_ids=PROMPT,
+                block_ids=([1, 2],), num_computed_tokens=0,
+            )
+            for name in new
+        ],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=list(blocks), new_block_ids=list(blocks.values()),
+            num_computed_tokens=[8] * len(blocks),
+        ),
+        num_scheduled_tokens=dict.fromkeys([*blocks, *new], 4),
+    )  # fmt: skip
+
+
 def test_requests_of_a_step_that_cannot_be_read_are_not_cached_in_wrong_blocks(caplog):
     requests = HostRequests(lambda _lora: None, str)
 
     def step(blocks, new=()):
-        return requests.step(
-            SchedulerOutput(
-                scheduled_new_reqs=[
-                    NewRequestData(
-                        req_id=name, prompt_token_ids=PROMPT, prefill_token_ids=PROMPT,
-                        block_ids=([1, 2],), num_computed_tokens=0,
-                    )
-                    for name in new
-                ],
-                scheduled_cached_reqs=CachedRequestData(
-                    req_ids=list(blocks), new_block_ids=list(blocks.values()),
-                    num_computed_tokens=[8] * len(blocks),
-                ),
-                num_scheduled_tokens=dict.fromkeys([*blocks, *new], 4),
-            )
-        )  # fmt: skip
+        return requests.step(going_on(new, **blocks))
 
     for name in ("first", "last", "other"):
         requests.view(host_request(name))
@@ -604,13 +607,7 @@ def test_a_look_up_waits_for_an_adapter_that_is_being_read():
     known.append("content")
     assert connector.get_num_new_matched_tokens(second, 0) == (0, False)
     requests.allocated(requests.view(first), ([1, 2],), 0)
-    output = SchedulerOutput(
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=["a"], new_block_ids=[None], num_computed_tokens=[4]
-        ),
-        num_scheduled_tokens={"a": 4},
-    )
-    [scheduled] = requests.step(output).scheduled
+    [scheduled] = requests.step(going_on(a=None)).scheduled
     assert scheduled.request.extra_keys == ExtraKeys(lora="content")
 
 
@@ -648,13 +645,7 @@ def test_a_request_that_runs_goes_uncached_when_its_adapter_loses_its_identity(e
     if event == "look-up":
         requests.view(request, is_lookup=True)
     else:
-        cached = CachedRequestData(
-            req_ids=[view.request_id], new_block_ids=[None], num_computed_tokens=[4]
-        )
-        output = SchedulerOutput(
-            scheduled_cached_reqs=cached, num_scheduled_tokens={view.request_id: 4}
-        )
-        [scheduled] = requests.step(output).scheduled
+        [scheduled] = requests.step(going_on(r=None)).scheduled
         assert scheduled.request is view
     assert view.extra_keys.cacheable is stays
 
