@@ -291,20 +291,15 @@ class Engine:
         max_tokens: int = 4,
         logprobs: int = 20,
         together: bool = False,
-        settle: bool = True,
         deadline: float = GENERATE_SECONDS,
     ) -> Answers:
-        """Run prompts: token ids, or a mapping with more (see `Driver.generate`).
-
-        Args:
-            settle: whether the engine runs on afterwards until it is idle, as a server would.
-        """
+        """Run prompts: token ids, or a mapping with more (see `Driver.generate`). The engine runs
+        on afterwards until it is idle, as a server would."""
         self.send(
             prompts, max_tokens=max_tokens, logprobs=logprobs, together=together, deadline=deadline
         )
         answers = self.receive(deadline)
-        if settle:
-            self.settle()
+        self.settle()
         return answers
 
     def send(
