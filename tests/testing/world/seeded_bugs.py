@@ -240,6 +240,8 @@ BUGS = (
         "                if key not in forgotten:\n", "                if True:\n"),
     Bug("an absent key is never asked for again", KEYS,
         "ABSENT_SECONDS = 1.0", "ABSENT_SECONDS = 1e9"),
+    Bug("a key that is gone stays known", REMOTE,
+        "                self._keys.forget(key)\n", "                pass\n"),
     Bug("a value under our name that is none of ours stays", REMOTE,
         "        return size == 0 or (self._are_alike and size not in (None, num_bytes))",
         "        return False"),

@@ -4,6 +4,7 @@ faults that a scenario switches on and off.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from kvferry.errors import FaultKind, StoreError
 from kvferry.store.base import Buffer, PutResult, ReadRange
+from kvferry.store.erasures import HEAD_BYTES
 from kvferry.store.kind import Opening, StoreKind, StoreUrl
 from kvferry.store.memory import copy_ranges
 from kvferry.store.servers.remote import RemoteClient, RemoteStore, open_remote
@@ -40,6 +42,9 @@ FAULTS = OUTAGES + DAMAGE
 
 OFFENCES = ("evict", "empty", "spoil", "foreign", "restart")
 """What happens to a medium at once; see `Medium.suffer`."""
+
+VAIN_SECONDS = 15.0
+"""So long after a client has learnt that a name has no value, what was ordered before is read."""
 
 NOT_FINITE = "not finite"
 """An offence, too: a release that stored NaN has written records."""
@@ -170,21 +175,42 @@ def key_in(name: str) -> ChunkKey:
 
 
 class MediumClient(RemoteClient):
-    """A client of a medium, in the process of one engine."""
+    """A client of a medium, in the process of one engine.
 
-    def __init__(self, medium: Medium, owner: str) -> None:
+    Args:
+        is_alone: whether its engine has one rank and one store, so that it knows what is there.
+    """
+
+    def __init__(self, medium: Medium, owner: str, *, is_alone: bool) -> None:
         self._medium = medium
         self._owner = owner
+        self._is_alone = is_alone
+        self._gone: dict[str, float] = {}  # since when it knows that a name has no value
         self.is_closed = False
 
     def _enter(self, deadline: float, num_bytes: int = 0) -> None:
         self._medium.enter(self._owner, deadline, num_bytes)
 
+    def _check_vain(self, name: str) -> None:
+        """What a client knows to be gone it reads only after it heard that it is there again."""
+        since = self._gone.get(name, math.inf)
+        if self._medium.loop.now > since + VAIN_SECONDS:
+            said = f"{self._owner} reads {name}, which it knows to be gone"
+            self._medium.loop.fail(Wrong("in vain", said))
+
     def read(self, name: str, ranges: Sequence[ReadRange], deadline: float) -> int | None:
-        self._enter(deadline, sum(len(buffer) for _, buffer in ranges))
+        num_bytes = sum(len(buffer) for _, buffer in ranges)
+        if (
+            self._is_alone and num_bytes > HEAD_BYTES
+        ):  # what is less is read to see whether it is there
+            self._check_vain(name)
+        self._enter(deadline, num_bytes)
         value = self._medium.values.get(name)
         if value is None:
+            if not name.endswith(".json"):
+                self._gone.setdefault(name, self._medium.loop.now)
             return None
+        self._gone.pop(name, None)
         self._medium.values.move_to_end(name)
         if ranges and not name.endswith(".json"):
             value = self._medium.damaged(value, self._owner)
@@ -197,18 +223,24 @@ class MediumClient(RemoteClient):
         self._enter(deadline, len(value))
         if self._medium.has("refuse", self._owner):
             return PutResult.NO_SPACE
+        self._gone.pop(name, None)
         if name in self._medium.values and not replaces:
             return PutResult.EXISTS
         self._medium.store(name, value)
         return PutResult.STORED
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool]:
+        began = self._medium.loop.now
         try:
             self._enter(deadline)
         except (StoreError, TypeError):
             self._medium.failed_questions.add(self._owner)
             raise
-        return [name in self._medium.values for name in names]
+        found = [name in self._medium.values for name in names]
+        for name, is_there in zip(names, found, strict=True):
+            if is_there and self._gone.get(name, math.inf) <= began:
+                del self._gone[name]
+        return found
 
     def delete(self, name: str, deadline: float) -> bool:
         try:
@@ -216,6 +248,7 @@ class MediumClient(RemoteClient):
         except (StoreError, TypeError):
             self._medium.failed_deletes.add(name)
             raise
+        self._gone.setdefault(name, self._medium.loop.now)
         return self._medium.values.pop(name, None) is not None
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:
@@ -240,6 +273,7 @@ class Media:
         self._loop = loop
         self.by_name: dict[str, Medium] = {}
         self.clients: list[tuple[str, MediumClient]] = []
+        self.alone: set[str] = set()  # engines with one rank and one store
 
     def load(self) -> StoreKind:
         """What the entry point of an installed kind returns."""
@@ -257,7 +291,7 @@ class Media:
         medium, task = self.by_name[url.hosts[0][0]], self._loop.current
         owner = "" if task is None else task.owner
         medium.enter(owner, self._loop.now + 2.0, 0)
-        client = MediumClient(medium, owner)
+        client = MediumClient(medium, owner, is_alone=owner in self.alone)
         self.clients.append((owner, client))
         return open_remote(url, client, opening)
 

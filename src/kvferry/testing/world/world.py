@@ -81,6 +81,8 @@ class World:
         for name, max_bytes in scenario.media.items():
             media.by_name[name] = Medium(name, loop, scenario.seed, max_bytes, self.truth)
         media.by_name["wire"] = peers.wire
+        engines = scenario.engines
+        media.alone = {each.name for each in engines if each.world_size == len(each.tiers) == 1}
 
     def note(self, line: str) -> None:
         self.trace.append(f"{self.loop.now - START:.6f} {line}")
