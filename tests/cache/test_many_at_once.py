@@ -99,21 +99,3 @@ def test_a_record_that_fails_is_read_once_too(make_host, tmp_path: Path, world_s
         host.complete(request)
     assert all(max(counts.values()) == 1 for counts in opened(host))
     assert_settles(host)
-
-
-@RANKS
-def test_prompts_of_different_lengths_share_what_they_have_in_common(
-    make_host, tmp_path: Path, world_size: int
-):
-    write(make_host, tmp_path, world_size)
-    host = new_process(make_host, tmp_path, world_size)
-    lengths = [1500, 130, 700, 1281, 257]
-    requests = [host.add(f"r{length}", PREFIX[:length]) for length in lengths]
-    for request in requests:
-        assert host.scheduler.lookup(request, 0).num_tokens is None
-    hits = [host.admit(request) for request in requests]
-    assert hits == [(length - 1) // CHUNK * CHUNK for length in lengths]
-    host.step(requests, tokens=1)
-    for request in requests:
-        host.complete(request)
-    assert opened(host) == [dict.fromkeys(keys_of(host, PREFIX), 1)] * world_size

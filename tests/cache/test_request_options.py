@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.contract.handover import read_handover
-from kvferry.store.file.catalogue import FileCatalogue
 from kvferry.store.file.store import FileStore
-from kvferry.testing.faults import Gate, StallingStore
 from kvferry.types import ExtraKeys, RequestOptions
 from tests.cache.keeping import NUM_CHUNKS, PROMPT, wait_for
 
@@ -145,37 +143,6 @@ def test_the_chunks_of_a_prompt_are_kept(make_host, store):
     host.settle()
     wait_for(lambda: len(pinned(store)) == NUM_CHUNKS)
     assert store.stat().num_records == NUM_CHUNKS + 1, "of the answer, nothing is pinned"
-    assert host.observer["pins_refused"] == 0
-
-
-class PutsLate(StallingStore):
-    """Notes that a pin was tried before a chunk is stored."""
-
-    has_pinned = False
-
-    def catalogues(self):
-        (only,) = self.inner.catalogues()
-
-        def pin(*args, **options):
-            found = FileCatalogue.pin(only, *args, **options)
-            self.has_pinned = True
-            return found
-
-        only.pin = pin
-        return [only]
-
-
-def test_chunks_that_are_stored_after_the_end_of_their_request_are_kept_too(make_host, store):
-    gate = Gate()
-    late = PutsLate(store, gate=gate, operations={"put"})
-    host = make_host(store=late)
-    request = host.admitted("kept", PROMPT, options=RequestOptions(pin=3600.0))
-    host.complete(request)
-    wait_for(lambda: late.has_pinned)
-    assert pinned(store) == {}
-    gate.release()
-    host.settle()
-    wait_for(lambda: len(pinned(store)) == NUM_CHUNKS)
     assert host.observer["pins_refused"] == 0
 
 
