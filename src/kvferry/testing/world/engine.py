@@ -281,10 +281,14 @@ class Engine:
         def condemn(keys: Sequence[ChunkKey], *given: Any) -> None:
             found = [slot for slot in map(pool.find, keys) if slot is not None]
             self._condemned.update((id(slot), slot) for slot in found)
-            self.watch.truth.taken_out.update(dict.fromkeys(keys, self.loop.now))
             take_out(keys, *given)
 
-        self.scheduler.audits.take_out = self.scheduler.saves._take_out = condemn
+        def refuse(keys: Sequence[ChunkKey], *given: Any) -> None:
+            self.watch.truth.refused.update(dict.fromkeys(keys, self.loop.now))
+            condemn(keys, *given)
+
+        self.scheduler.audits.take_out = condemn
+        self.scheduler.saves._take_out = refuse
 
     def _name_later(self, part: PrefixCache, weights: bytes) -> None:
         """A rank hashes its weights while it serves."""

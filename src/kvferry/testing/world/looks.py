@@ -36,7 +36,7 @@ _APART = RequestOptions(store=False)
 
 def look_again(world: World) -> None:
     """Runs in: the main task. Raises Wrong."""
-    _check_taken_out(world)
+    _check_refused(world)
     _restart_writers(world)
     engines = [each for each in world.engines.values() if not (each.off or each.has_lost_plan)]
     for engine in engines:
@@ -52,8 +52,8 @@ def look_again(world: World) -> None:
     _check_erased(world)
 
 
-def _check_taken_out(world: World) -> None:
-    """What an engine took out is on no server, unless it was computed again. One that ended then
+def _check_refused(world: World) -> None:
+    """What an engine refused is on no server, unless it was computed again. One that ended then
     may have left it there; so may one that did not reach the server, which tries once."""
     happened = {what for what, number in world.happened.items() if number}
     if len(world.scenario.engines) > 1 or not happened.isdisjoint(UNREACHED):
@@ -62,8 +62,8 @@ def _check_taken_out(world: World) -> None:
         for name in medium.values:
             if name.endswith(".json") or name in medium.failed_deletes:
                 continue
-            if world.truth.is_taken_out(key_in(name)):
-                raise Wrong("verdict", f"{medium.name} has {name}, which was taken out")
+            if world.truth.is_refused(key_in(name)):
+                raise Wrong("verdict", f"{medium.name} has {name}, which was refused")
 
 
 def _restart_writers(world: World) -> None:

@@ -186,6 +186,7 @@ class MediumClient(RemoteClient):
         self._owner = owner
         self._is_alone = is_alone
         self._gone: dict[str, float] = {}  # since when it knows that a name has no value
+        self._written: dict[str, float] = {}
         self.is_closed = False
 
     def _enter(self, deadline: float, num_bytes: int = 0) -> None:
@@ -207,8 +208,10 @@ class MediumClient(RemoteClient):
         self._enter(deadline, num_bytes)
         value = self._medium.values.get(name)
         if value is None:
-            if not name.endswith(".json"):
-                self._gone.setdefault(name, self._medium.loop.now)
+            now = self._medium.loop.now
+            # The report of a write may come after its removal.
+            if now > self._written.get(name, -math.inf) + VAIN_SECONDS:
+                self._gone.setdefault(name, now)
             return None
         self._gone.pop(name, None)
         self._medium.values.move_to_end(name)
@@ -223,6 +226,7 @@ class MediumClient(RemoteClient):
         self._enter(deadline, len(value))
         if self._medium.has("refuse", self._owner):
             return PutResult.NO_SPACE
+        self._written[name] = self._medium.loop.now
         self._gone.pop(name, None)
         if name in self._medium.values and not replaces:
             return PutResult.EXISTS
@@ -248,7 +252,6 @@ class MediumClient(RemoteClient):
         except (StoreError, TypeError):
             self._medium.failed_deletes.add(name)
             raise
-        self._gone.setdefault(name, self._medium.loop.now)
         return self._medium.values.pop(name, None) is not None
 
     def scan(self, prefix: str, deadline: float) -> Iterator[tuple[str, int, float]]:

@@ -104,7 +104,7 @@ def draw(seed: int) -> Scenario:
     bad = random.Random(f"not finite {seed}")
     if bad.random() < BAD_VALUES / 2:
         first, actions = twisted(bad, engines[0], list(media), bad.choice(NOT_FINITE_TWISTS))
-        engines = (first,)
+        engines = (first, *engines[1:]) if has_peers else (first,)
     elif bad.random() < BAD_VALUES / 2:
         actions = (*actions, *_not_finite(bad, list(media), actions[-1].at))
     if more.random() < WINDOWS:

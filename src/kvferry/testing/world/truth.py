@@ -18,7 +18,7 @@ class Truth:
     Attributes:
         computed: by the seed of a token, when its KV was computed last.
         erased: by the mark of a salt, when an operator erased it.
-        taken_out: by key, when an engine found a record or what it had computed to be wrong.
+        refused: by key, when an engine found what it had computed to be wrong.
         not_finite: the seeds of tokens of which a server had NaN, as older releases wrote it. A
             hit that is not audited may have it (docs/identity.md).
     """
@@ -26,7 +26,7 @@ class Truth:
     def __init__(self) -> None:
         self.computed: dict[int, float] = {}
         self.erased: dict[bytes, float] = {}
-        self.taken_out: dict[ChunkKey, float] = {}
+        self.refused: dict[ChunkKey, float] = {}
         self.not_finite: set[int] = set()
         self._contents: dict[ChunkKey, tuple[Content, bytes]] = {}
         self._payloads: dict[ChunkKey, bytes] = {}
@@ -68,9 +68,9 @@ class Truth:
             return False
         return self.is_old(known[0].seeds[-1:], erased_at)
 
-    def is_taken_out(self, key: ChunkKey) -> bool:
-        """Whether a chunk was taken out, and not computed since."""
-        known, at = self._contents.get(key), self.taken_out.get(key)
+    def is_refused(self, key: ChunkKey) -> bool:
+        """Whether a chunk was refused, and not computed since."""
+        known, at = self._contents.get(key), self.refused.get(key)
         return known is not None and at is not None and self.is_old(known[0].seeds[-1:], at)
 
     def is_old(self, seeds: Sequence[int], erased_at: float) -> bool:
