@@ -305,15 +305,20 @@ class SimulatedHost:
         self.release(request)
         return result.params
 
-    def settle(self, timeout: float = 60.0) -> None:
+    def settle(self) -> None:
         """Step without tokens until fetches and saves have ended and nothing new is reported for a
         while."""
-        deadline = time.monotonic() + timeout
+        assert self.run_for(60.0), "fetches or saves do not end"
+
+    def run_for(self, seconds: float) -> bool:
+        """As `settle`, for at most so long. Whether all has ended."""
+        deadline = time.monotonic() + seconds
         quiet = 0
         while quiet < 4 and time.monotonic() < deadline:
             is_quiet = self.step([]) and all(rank.worker.is_idle for rank in self.ranks)
             quiet = quiet + 1 if is_quiet and not self.scheduler.has_work() else 0
             time.sleep(0.002)
+        return quiet == 4
 
     def close(self) -> None:
         """Close every role; what they share stays open."""

@@ -116,7 +116,7 @@ def run_until_stored(host: Any, prompt: Sequence[int], **prefill: Any) -> None:
     host.prefill(request, **prefill)
 
     def is_stored() -> bool:
-        host.settle(timeout=0.5)
+        host.run_for(0.5)
         if host.observer["put_stored"] == len(keys_of(host, prompt)):
             return True
         request.all_token_ids.append(1)

@@ -199,7 +199,7 @@ def test_what_was_hashed_before_it_was_known_is_stored_later(make_host, places):
     def is_stored() -> bool:
         request.all_token_ids.append(1)
         host.prefill(request, budget=1)
-        host.settle(timeout=0.5)
+        host.run_for(0.5)
         return len(places.shards()) == 10
 
     wait_for(is_stored)
@@ -379,8 +379,8 @@ def test_a_chunk_counts_once_the_last_rank_has_stored_its_shard(make_host, place
     host = start(make_host, stores)
     host.run("writer", PROMPT)
     where = of_namespace(host, host.scheduler.context.store).where
-    wait_for(lambda: (host.settle(timeout=0.1), written(host, 1 - slow))[1])
-    host.settle(timeout=0.1)
+    wait_for(lambda: (host.run_for(0.1), written(host, 1 - slow))[1])
+    host.run_for(0.1)
     assert host.pool.is_writing
     assert not any(where(key) is HERE for key in keys_of(host))
     gate.release()

@@ -101,7 +101,7 @@ def test_a_chunk_that_is_not_finite_on_some_rank_is_not_stored(
     host = make(world_size)
     undo = spoil(host, ranks, value)
     run(host, "bad")
-    wait_for(lambda: (host.settle(0.5), not host.pool.is_writing)[1])
+    wait_for(lambda: (host.run_for(0.5), not host.pool.is_writing)[1])
     assert host.observer["save_not_finite"] == 1
     assert host.observer["save_failed"] == 0
     assert not stored(host)[BAD]
@@ -110,7 +110,7 @@ def test_a_chunk_that_is_not_finite_on_some_rank_is_not_stored(
     undo()
     # The host checks every byte.
     assert host.run("right", PROMPT).num_external_tokens == BAD * CHUNK
-    wait_for(lambda: (host.settle(0.5), all(stored(host)))[1])
+    wait_for(lambda: (host.run_for(0.5), all(stored(host)))[1])
     assert make(world_size).run("elsewhere", PROMPT).num_external_tokens == NUM_CHUNKS * CHUNK
 
 
@@ -123,13 +123,13 @@ def test_nothing_that_a_request_computed_on_it_stays(make, world_size, ranks):
     request.options = RequestOptions(explain=True)
     assert host.admit(request) == 0
     host.prefill(request)
-    wait_for(lambda: (host.settle(0.5), host.observer["save_not_finite"] == 1)[1])
+    wait_for(lambda: (host.run_for(0.5), host.observer["save_not_finite"] == 1)[1])
     request.all_token_ids.append(1)
     host.prefill(request, budget=1)
     explained = host.finish(request)
     assert explained is not None
     assert explained["kvferry"]["not_stored"]["not_finite"] == (NUM_CHUNKS - BAD) * CHUNK
-    wait_for(lambda: (host.settle(0.5), stored(host) == [True] * BAD + [False] * 3)[1])
+    wait_for(lambda: (host.run_for(0.5), stored(host) == [True] * BAD + [False] * 3)[1])
     settle(host)
     undo()
     assert host.run("right", PROMPT).num_external_tokens == BAD * CHUNK
@@ -149,14 +149,14 @@ def test_what_older_releases_stored_of_it_goes_and_the_cache_goes_on(
         run(old, "other", OTHER)
         spoil(old, ranks, value, every=True)
         run(old, "bad")
-        wait_for(lambda: (old.settle(0.5), all(stored(old)))[1])
+        wait_for(lambda: (old.run_for(0.5), all(stored(old)))[1])
     host = make(world_size, audit="first", recomputes=recomputes)
     assert host.run("first", PROMPT).num_external_tokens in (0, CHUNK)  # one is computed again
-    wait_for(lambda: (host.settle(0.5), host.scheduler.identity.state.miss is None)[1])
+    wait_for(lambda: (host.run_for(0.5), host.scheduler.identity.state.miss is None)[1])
     assert host.observer["audit_mismatch"] == 0
     assert host.observer["records_corrupt"] >= 1
     assert host.run("other", OTHER).num_external_tokens >= (NUM_CHUNKS - 1) * CHUNK
-    wait_for(lambda: (host.settle(0.5), host.run("again", PROMPT).num_external_tokens == 40)[1])
+    wait_for(lambda: (host.run_for(0.5), host.run("again", PROMPT).num_external_tokens == 40)[1])
     removed = {each.detail for each in host.parts[0].store.inner.catalogue().removals(100)}
     assert removed <= {"not_finite"}
 
@@ -167,7 +167,7 @@ def test_with_a_record_go_those_behind_it_though_their_values_are_finite(make, w
         old = make(world_size)
         spoil(old, ranks, math.inf)
         run(old, "bad")
-        wait_for(lambda: (old.settle(0.5), all(stored(old)))[1])
+        wait_for(lambda: (old.run_for(0.5), all(stored(old)))[1])
     host = make(world_size, audit="first")
     assert host.run("first", PROMPT).num_external_tokens <= BAD * CHUNK
     behind = set(keys_of(host)[BAD:])
@@ -187,7 +187,7 @@ def test_an_audit_of_values_that_are_not_finite_is_no_verdict_on_the_model(
         if side == "stored":
             spoil(old, ranks, value, every=True)
         run(old, "bad")
-        wait_for(lambda: (old.settle(0.5), all(stored(old)))[1])
+        wait_for(lambda: (old.run_for(0.5), all(stored(old)))[1])
     with patch("kvferry.cache.deciding.searches.Searches._bring", _unlooked()):
         host = make(world_size, audit="first")
         undo = spoil(host, ranks, value, every=True) if side == "computed" else lambda: None

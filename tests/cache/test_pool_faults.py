@@ -97,7 +97,7 @@ def test_chunks_of_a_forward_that_failed_are_put_off_and_saved_by_the_next_step(
     host.step([])
     assert not any(host.pool.holds(key, frozenset([0])) for key in keys_of(host))
     host.prefill(request)
-    wait_for(lambda: (host.settle(0.5), host.observer["put_stored"] == NUM_CHUNKS)[1])
+    wait_for(lambda: (host.run_for(0.5), host.observer["put_stored"] == NUM_CHUNKS)[1])
     host.finish(request)
     assert_settles(host)
     assert host.run("again", PROMPT).num_external_tokens == 40

@@ -59,7 +59,7 @@ class Traffic:
         found = host.run(f"stored {turn}", STORED[turn % len(STORED)]).num_external_tokens
         new = range(10_000 + turn * LENGTH, 10_000 + (turn + 1) * LENGTH)
         assert host.run(f"new {turn}", new).num_external_tokens == 0
-        host.settle(timeout=0.2)
+        host.run_for(0.2)
         return found == HIT
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
