@@ -43,6 +43,9 @@ FAULTS = OUTAGES + DAMAGE
 OFFENCES = ("evict", "empty", "spoil", "foreign", "restart")
 """What happens to a medium at once; see `Medium.suffer`."""
 
+NOTICE = "kv/erased.json"
+"""Where a medium has the notice of what was erased, as our stores read it."""
+
 VAIN_SECONDS = 15.0
 """So long after a client has learnt that a name has no value, what was ordered before is read."""
 
@@ -134,7 +137,9 @@ class Medium:
                 self.loop.fail(wrong)
         self.values[name] = value
         while self._max_bytes is not None and self.num_bytes > self._max_bytes:
-            self.values.popitem(last=False)
+            oldest, left = self.values.popitem(last=False)
+            if oldest == NOTICE:  # all engines read it every few seconds
+                self.values[oldest] = left
 
     @property
     def num_bytes(self) -> int:
@@ -201,9 +206,7 @@ class MediumClient(RemoteClient):
 
     def read(self, name: str, ranges: Sequence[ReadRange], deadline: float) -> int | None:
         num_bytes = sum(len(buffer) for _, buffer in ranges)
-        if (
-            self._is_alone and num_bytes > HEAD_BYTES
-        ):  # what is less is read to see whether it is there
+        if self._is_alone and num_bytes > HEAD_BYTES:  # less is read to see whether it is there
             self._check_vain(name)
         self._enter(deadline, num_bytes)
         value = self._medium.values.get(name)

@@ -21,7 +21,7 @@ from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.host import Host
 from kvferry.testing.world.loop import START, Loop, Wrong
-from kvferry.testing.world.media import FAULTS, Media, Medium, Peers, forget
+from kvferry.testing.world.media import FAULTS, NOTICE, Media, Medium, Peers, forget
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.requests import UNREAD, HostRequest, Scheduled
 from kvferry.testing.world.scenario import DIRECTORY, Ask, Scenario
@@ -29,9 +29,6 @@ from kvferry.testing.world.truth import Truth
 from kvferry.types import NO_EXTRA_KEYS, ChunkKey, ExtraKeys, MultimodalItem
 
 VOCABULARY = 97
-
-NOTICE = "kv/erased.json"
-"""Where a medium has the notice of what was erased, as our stores read it."""
 
 _DIR = re.compile(r".*/([0-9a-f]{64})/").match
 
