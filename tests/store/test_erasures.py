@@ -122,14 +122,18 @@ def test_what_could_not_be_deleted_is_tried_again(is_gone):
 
 
 @pytest.mark.parametrize("is_failing", [False, True])
-def test_what_was_stored_again_later_stays(is_failing):
-    """Also where it could not be deleted before."""
+def test_what_is_stored_again_later_stays_once_nothing_older_is_left(is_failing):
+    """Until then it is neither written nor read: a tier would copy it from where it is left."""
     notices = Notices()
     notices.is_failing = is_failing
     notices.erasures.wrote((KEY, [RECORD]))
     notices.add(name_of_mark(MARK))
     notices.clock.advance(HEED_SECONDS + 1)
+    assert notices.erasures.refuses((KEY, [RECORD])) is is_failing
+    assert not notices.erasures.refuses((OTHER_KEY, [OTHER]))
+    notices.is_failing = False
     notices.erasures.look()
+    assert not notices.erasures.refuses((KEY, [RECORD]))
     num_tried = len(notices.deleted)
     notices.erasures.wrote((KEY, [RECORD]))
     notices.erasures.look()
@@ -302,3 +306,55 @@ def test_a_close_takes_back_what_was_written_behind_an_erasure(said_in, tmp_path
         with FileStore(place) as store:
             assert store.read(KEY, ()) is None
             assert store.read(OTHER_KEY, ()) is not None
+
+
+class Broken(FileStore):
+    """Deletes nothing while `fault` is set, or raises it."""
+
+    fault: bool | Exception = False
+
+    def delete(self, key):
+        if isinstance(self.fault, Exception):
+            raise self.fault
+        return not self.fault and super().delete(key)
+
+    def catalogue(self):
+        if isinstance(self.fault, Exception):
+            raise self.fault
+        return super().catalogue()
+
+
+@pytest.fixture
+def looked_at(tmp_path):
+    """Two tiers with one record, whose notices are read by `look`."""
+    near, far = Broken(tmp_path / "near"), Broken(tmp_path / "far")
+    clock = FakeClock()
+    with TieredStore([near, far], Counters(), clock=clock) as tiers:
+        tiers._erasures.close(5.0)
+        tiers._erasures.look()
+        assert tiers.put(KEY, [RECORD]).is_there
+        wait_until(lambda: far.read(KEY, ()) is not None, "the copy")
+        yield tiers, near, far, clock
+        near.fault = far.fault = False
+
+
+def test_what_a_tier_could_not_delete_is_not_copied_from_it(looked_at):
+    tiers, near, far, clock = looked_at
+    far.fault = True
+    near.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], 1.0))
+    tiers._erasures.look()
+    clock.advance(HEED_SECONDS + 1)
+    assert tiers.read(KEY, [(0, memoryview(bytearray(len(RECORD))))]) is None
+    far.fault = False
+    tiers._erasures.look()
+    assert near.read(KEY, ()) is far.read(KEY, ()) is None
+
+
+@pytest.mark.parametrize("said_in", [0, 1])
+def test_a_tier_that_fails_in_any_way_hides_no_notice_of_another(said_in, looked_at):
+    tiers, *stores, _ = looked_at
+    stores[1 - said_in].fault = RuntimeError("of a store that breaks its contract")
+    notice = add_to_notice(None, [name_of_mark(MARK)], 1.0)
+    stores[said_in].catalogue().notice(notice)
+    tiers._erasures.look()
+    assert stores[said_in].read(KEY, ()) is None

@@ -178,13 +178,11 @@ class Erasures:
         self._hear(heard)
         self._clear(again.difference(heard))
         for key, (written, stores) in list(self._left.items()):
-            if key not in self._left:  # stored again meanwhile
-                continue
             left = self._delete(written.namespace, key, stores)
-            if not left or self._clock() >= written.at + _AGAIN_SECONDS:
-                self._left.pop(key, None)
-            elif key in self._left:
+            if left and self._clock() < written.at + _AGAIN_SECONDS:
                 self._left[key] = written, left
+            else:
+                self._left.pop(key, None)
 
     def _hear(self, names: Sequence[str]) -> None:
         if not names:
@@ -232,20 +230,18 @@ class Erasures:
     # -- writes ---------------------------------------------------------------------------------
 
     def refuses(self, value: Value) -> bool:
-        """Whether a value was erased a short while ago, so that it must not be written or read."""
-        if not self._until:
-            return False
-        return self._is_erased(names_in(value))
+        """Whether a value was erased a short while ago, or is still to be deleted somewhere, so
+        that it must not be written or read: a tier would copy it to others."""
+        if value[0] in self._left:
+            return True
+        return bool(self._until) and self._is_erased(names_in(value))
 
     def wrote(self, value: Value) -> None:
-        """Note that a value was written, or is there, and delete it if it was erased. If it was
-        not, it stays, also where a deletion of it failed before."""
+        """Note that a value was written, or is there, and delete it if it was erased."""
         written = _Written(self._clock(), value[0], _namespace_in(value), names_in(value))
         self._recent.append(written)
-        if self._until and self._is_erased(written.names):
+        if self.refuses(value):
             self._take_back(written)
-        else:
-            self._left.pop(written.key, None)
 
     def _is_erased(self, names: Iterable[str]) -> bool:
         now = self._clock()
