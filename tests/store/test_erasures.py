@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.keys import salt_mark
 from kvferry.observe import Counters
+from kvferry.store.base import Value
 from kvferry.store.erasures import (
     HEED_SECONDS,
     MAX_NAMES,
@@ -41,6 +42,11 @@ NAMES = {
 
 def drop_nothing(names) -> None:
     """Of a process without stores of its own."""
+
+
+def wrote(erasures: Erasures, value: Value, seconds: float = 0.0) -> None:
+    """A write has ended that took so long."""
+    erasures.wrote(value, erasures._clock() - seconds)
 
 
 class Notices:
@@ -91,14 +97,15 @@ def test_a_namespace_that_was_erased_is_all_of_its_records():
 
 def test_what_was_written_before_and_during_it_is_taken_back_and_nothing_else():
     notices = Notices()
-    notices.erasures.wrote((ChunkKey(b"o" * 32), [RECORD]))
+    wrote(notices.erasures, (ChunkKey(b"o" * 32), [RECORD]))
     notices.clock.advance(HEED_SECONDS + 1)  # a record of long ago was there for the command
-    notices.erasures.wrote((KEY, [RECORD]))
-    notices.erasures.wrote((OTHER_KEY, [OTHER]))
+    notices.erasures.look()
+    wrote(notices.erasures, (KEY, [RECORD]))
+    wrote(notices.erasures, (OTHER_KEY, [OTHER]))
     notices.add(name_of_mark(MARK))
     assert notices.deleted == [KEY]
-    notices.erasures.wrote((KEY, [RECORD]))  # its write had begun before
-    notices.erasures.wrote((OTHER_KEY, [OTHER]))
+    wrote(notices.erasures, (KEY, [RECORD]))  # its write had begun before
+    wrote(notices.erasures, (OTHER_KEY, [OTHER]))
     assert notices.deleted == [KEY, KEY]
     assert notices.counters["erased_records"] == 2
 
@@ -107,7 +114,7 @@ def test_what_was_written_before_and_during_it_is_taken_back_and_nothing_else():
 def test_what_could_not_be_deleted_is_tried_again(is_gone):
     notices = Notices()
     notices.is_failing = True
-    notices.erasures.wrote((KEY, [RECORD]))
+    wrote(notices.erasures, (KEY, [RECORD]))
     notices.add(name_of_mark(MARK))
     notices.erasures.look()
     assert notices.deleted == [KEY] * len(notices.deleted)
@@ -121,12 +128,36 @@ def test_what_could_not_be_deleted_is_tried_again(is_gone):
     assert notices.counters["erased_records"] == 1
 
 
+@pytest.mark.parametrize(("later", "is_kept"), [(-1.0, False), (HEED_SECONDS + 1.0, True)])
+def test_a_write_that_hangs_is_taken_back_if_it_began_before_the_minute_had_ended(later, is_kept):
+    notices = Notices()
+    notices.clock.advance(10.0)
+    notices.add(name_of_mark(MARK))
+    notices.clock.advance(200.0)
+    notices.add("mark:of others")
+    wrote(notices.erasures, (KEY, [RECORD]), 200.0 - later)
+    assert notices.deleted == ([] if is_kept else [KEY])
+
+
+@pytest.mark.parametrize(("num_looks", "is_kept"), [(0, False), (1, True)])
+def test_what_was_written_while_a_look_hangs_is_taken_back(num_looks, is_kept):
+    """One store that does not answer keeps all from being heard."""
+    notices = Notices()
+    wrote(notices.erasures, (KEY, [RECORD]))
+    for _ in range(num_looks):
+        notices.clock.advance(HEED_SECONDS + 1)
+        notices.erasures.look()
+    notices.clock.advance(200.0)
+    notices.add(name_of_mark(MARK))
+    assert notices.deleted == ([] if is_kept else [KEY])
+
+
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_what_is_stored_again_later_stays_once_nothing_older_is_left(is_failing):
     """Until then it is neither written nor read: a tier would copy it from where it is left."""
     notices = Notices()
     notices.is_failing = is_failing
-    notices.erasures.wrote((KEY, [RECORD]))
+    wrote(notices.erasures, (KEY, [RECORD]))
     notices.add(name_of_mark(MARK))
     notices.clock.advance(HEED_SECONDS + 1)
     assert notices.erasures.refuses((KEY, [RECORD])) is is_failing
@@ -135,7 +166,7 @@ def test_what_is_stored_again_later_stays_once_nothing_older_is_left(is_failing)
     notices.erasures.look()
     assert not notices.erasures.refuses((KEY, [RECORD]))
     num_tried = len(notices.deleted)
-    notices.erasures.wrote((KEY, [RECORD]))
+    wrote(notices.erasures, (KEY, [RECORD]))
     notices.erasures.look()
     assert len(notices.deleted) == num_tried
 
@@ -172,7 +203,7 @@ def test_what_two_stores_say_at_once_is_taken_back_once():
     notices, texts = Notices(), {"near": None, "far": None}
     erasures = Erasures(lambda: texts, notices.delete, drop_nothing, Counters(), notices.clock)
     erasures.look()
-    erasures.wrote((KEY, [RECORD]))
+    wrote(erasures, (KEY, [RECORD]))
     texts = dict.fromkeys(texts, add_to_notice(None, [name_of_mark(MARK)], 1.0))
     erasures.look()
     assert notices.deleted == [KEY]
@@ -183,16 +214,16 @@ def test_a_store_that_did_not_answer_is_cleared_once_its_notice_is_read():
     erasures = Erasures(lambda: texts, notices.delete, drop_nothing, Counters(), notices.clock)
     erasures.look()
     second = ChunkKey(bytes([9]) * 32)
-    erasures.wrote((KEY, [RECORD]))
-    erasures.wrote((second, [RECORD]))
-    erasures.wrote((OTHER_KEY, [OTHER]))
+    wrote(erasures, (KEY, [RECORD]))
+    wrote(erasures, (second, [RECORD]))
+    wrote(erasures, (OTHER_KEY, [OTHER]))
     notice = add_to_notice(None, [name_of_mark(MARK)], 1.0)
     texts = {"near": notice}  # the other one fails, and keeps what it has
     for _ in range(2):
         erasures.look()
     assert notices.deleted == [KEY, second]
     notices.clock.advance(200.0)
-    erasures.wrote((KEY, [RECORD]))  # computed again, to stay
+    wrote(erasures, (KEY, [RECORD]))  # computed again, to stay
     texts = {"near": notice, "far": notice}
     for _ in range(2):
         erasures.look()

@@ -28,7 +28,8 @@ def transfers(draw):
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
     kv = (torch.arange(math.prod(shape)) % 251).to(dtype).view(shape)
     chosen = draw(st.permutations(range(num_blocks)))[: draw(st.integers(0, num_blocks))]
-    return kv, ratio, chosen
+    form = draw(st.sampled_from([None, torch.int32, torch.int64]))
+    return kv, ratio, chosen if form is None else torch.tensor(chosen, dtype=form)
 
 
 def sent(kv, ratio):
@@ -55,7 +56,7 @@ def test_what_was_sent_is_what_is_read(transfer, head_major, as_float8, axes):
         kv_postprocess_blksize_and_layout_on_receive(as_axes, chosen, ratio, axes=axes)
     got = (cache.transpose(1, 2) if head_major else cache).view(kv.dtype)
     assert torch.equal(got[chosen], kv[chosen])
-    others = [block for block in range(blocks) if block not in chosen]
+    others = [block for block in range(blocks) if block not in list(chosen)]
     assert not got[others].any()
 
 

@@ -132,6 +132,7 @@ class Erasures:
         self._known: dict[object, Mapping[str, float]] | None = None  # by store
         self._until: dict[str, float] = {}  # by name, how long nothing of it is written
         self._heard: list[str] = []
+        self._looked_at = clock()  # when the last look began
         self._recent: deque[_Written] = deque(maxlen=_MAX_RECENT)
         # What could not be deleted, and where, by key.
         self._left: dict[ChunkKey, tuple[_Written, Stores]] = {}
@@ -160,7 +161,7 @@ class Erasures:
     def look(self) -> None:
         """Read the notices once. What the first reading finds was erased before this process held
         anything, and so was, in a store that is opened later, what is older than this object."""
-        is_first, known = self._known is None, self._known or {}
+        is_first, known, began = self._known is None, self._known or {}, self._clock()
         heard: list[str] = []
         again: set[str] = set()
         for store, text in self._read().items():
@@ -175,7 +176,8 @@ class Erasures:
                     heard.append(name)
             known[store] = found or before or {}
         self._known = known
-        self._hear(heard)
+        self._hear(heard, self._looked_at)
+        self._looked_at = began
         self._clear(again.difference(heard))
         for key, (written, stores) in list(self._left.items()):
             left = self._delete(written.namespace, key, stores)
@@ -184,18 +186,19 @@ class Erasures:
             else:
                 self._left.pop(key, None)
 
-    def _hear(self, names: Sequence[str]) -> None:
+    def _hear(self, names: Sequence[str], since: float) -> None:
+        """Heed names that no look before `since` found: it may be long ago, if a store hangs."""
         if not names:
             return
         now = self._clock()
         self._until = {
-            **{name: until for name, until in self._until.items() if until > now},
+            **{name: until for name, until in self._until.items() if until > now - _AGAIN_SECONDS},
             **dict.fromkeys(names, now + HEED_SECONDS),
         }
         self._heard += names
         # A write that ends from here on finds the names itself.
         for written in list(self._recent):
-            if written.at > now - HEED_SECONDS and not self._until.keys().isdisjoint(written.names):
+            if written.at > since - HEED_SECONDS and self._is_erased(written.names, now):
                 self._take_back(written)
         self._drop(frozenset(names))
 
@@ -234,18 +237,18 @@ class Erasures:
         that it must not be written or read: a tier would copy it to others."""
         if value[0] in self._left:
             return True
-        return bool(self._until) and self._is_erased(names_in(value))
+        return bool(self._until) and self._is_erased(names_in(value), self._clock())
 
-    def wrote(self, value: Value) -> None:
-        """Note that a value was written, or is there, and delete it if it was erased."""
+    def wrote(self, value: Value, began: float) -> None:
+        """Note that a value was written, or is there, and delete it if it was erased, also longer
+        ago: a write that `began` before may hang."""
         written = _Written(self._clock(), value[0], _namespace_in(value), names_in(value))
         self._recent.append(written)
-        if self.refuses(value):
+        if written.key in self._left or self._is_erased(written.names, began):
             self._take_back(written)
 
-    def _is_erased(self, names: Iterable[str]) -> bool:
-        now = self._clock()
-        return any(self._until.get(name, now) > now for name in names)
+    def _is_erased(self, names: Iterable[str], at: float) -> bool:
+        return any(self._until.get(name, at) > at for name in names)
 
 
 def names_in(value: Value) -> tuple[str, ...]:

@@ -252,4 +252,4 @@ def _checked_indices(cache: torch.Tensor, indices: torch.Tensor | Sequence[int])
         )
     if block_ids.numel():
         check_block_ids([int(limit) for limit in torch.aminmax(block_ids)], cache.shape[0])
-    return block_ids.to(cache.device)
+    return block_ids.long().to(cache.device)

@@ -134,6 +134,16 @@ def test_what_cannot_be_stored_is_left_out_and_said(make, case, caplog):
     assert why in record.getMessage()
 
 
+def test_a_drafter_of_sliding_layers_without_a_window_stops_no_engine(make):
+    """They attend to all tokens, as their spec says."""
+    config = make()
+    model = config.speculative_config.draft_model_config
+    model.hf_text_config.layer_types = ["sliding_attention"] * 4
+    assert not hasattr(model.hf_text_config, "sliding_window")
+    drafts, _ = described(config, *TOGETHER)
+    assert drafts.tables[0].layer_names == (EAGLE,)
+
+
 @pytest.mark.parametrize("split", [EAGLE, *OWN])
 def test_a_drafter_whose_backend_splits_blocks_stops_no_engine(make, caplog, split):
     """One of the model's layers does: its hits would be wrong."""

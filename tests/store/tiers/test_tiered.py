@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.observe import Counters, Observer
+from kvferry.record.check import ReadFault
 from kvferry.store.base import NO_DEADLINE, Put, PutResult, Where
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
@@ -205,6 +206,23 @@ def test_a_wrong_record_that_was_brought_nearer_goes_from_both(make_tiers):
     store.discard(make_key(), "bad_checksum")
     assert not held(near)
     assert not held(far)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_left"),
+    [(ReadFault.BAD_CHECKSUM, True), (ReadFault.WRONG_SIZE, True), (ReadFault.NOT_FINITE, False)],
+)
+def test_a_farther_copy_of_a_wrong_record_may_be_right_but_not_of_what_was_written_so(
+    make_tiers, reason, is_left
+):
+    near, far = MemoryStore(), MemoryStore()
+    store = make_tiers(near, far)
+    store.put(make_key(), [b"value"])
+    wait_until(lambda: held(far), "the copy")
+    assert store.read(make_key(), [(0, memoryview(bytearray(5)))]) == 5
+    store.discard(make_key(), reason)
+    assert not held(near)
+    assert held(far) is is_left
 
 
 def test_a_store_whose_index_is_being_made_is_not_written_to_and_refuses_nothing(

@@ -278,7 +278,8 @@ def _window_of(number: int, spec: Any, model: Any) -> int | None:
     config = text_config(model)
     kinds = getattr(config, "layer_types", None)
     if type(spec).__name__ not in SLIDING and isinstance(kinds, list) and number < len(kinds):
-        window = config.sliding_window if kinds[number] == "sliding_attention" else None
+        is_sliding = kinds[number] == "sliding_attention"
+        window = getattr(config, "sliding_window", None) if is_sliding else None
     return window if isinstance(window, int) else None
 
 

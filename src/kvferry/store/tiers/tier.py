@@ -316,7 +316,7 @@ class Tier:
         self._event(Health.answered)
         starts = [buffer for start, buffer in ranges[:1] if start == 0]
         if size is not None and starts and self.erasures and self._is_erased((key, starts)):
-            self.erasures.wrote((key, starts))
+            self.erasures.wrote((key, starts), self.clock())
             return None
         return size
 
@@ -337,7 +337,8 @@ class Tier:
                 continue
             some = values[start : start + store.values_per_put]
             some = list(takewhile(lambda each: not self._is_erased(each), some))
-            ended = store.put_all(some, min(deadline, self.clock() + self.patience.write_seconds))
+            began = self.clock()
+            ended = store.put_all(some, min(deadline, began + self.patience.write_seconds))
             for result, fault in ended:
                 if result is PutResult.FAILED:
                     self._event(partial(Health.write_failed, why=fault or _FAILED))
@@ -348,7 +349,7 @@ class Tier:
                 self.count("writes", result)
             for value, answer in zip(some, ended, strict=True):
                 if self.erasures is not None and answer.result is PutResult.STORED:
-                    self.erasures.wrote(value)
+                    self.erasures.wrote(value, began)
             answers += ended
         return answers
 

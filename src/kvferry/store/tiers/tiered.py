@@ -30,6 +30,7 @@ from kvferry.store.base import (
     Address,
     Buffer,
     Put,
+    PutResult,
     ReadRange,
     RecordBytes,
     Store,
@@ -194,8 +195,11 @@ class TieredStore(Store):
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Discard a value in the tier that served it, and in nearer tiers, which can only hold
-        copies. Farther tiers may hold a good one. If it is not known who served it, in all."""
-        served = self._served.get(key)  # not removed: two readers may find the same copy wrong
+        copies. Farther tiers may hold a good one, but not of what its writer computed wrong. That,
+        and what is not known to have been served, is discarded in all."""
+        is_written_so = reason == PutResult.NOT_FINITE
+        # Not removed: two readers may find the same copy wrong.
+        served = None if is_written_so else self._served.get(key)
         self._cancel_copies(key)
         for tier in self._tiers if served is None else self._tiers[: served.number + 1]:
             tier.discard(key, reason)

@@ -67,8 +67,10 @@ class Device:
 
     def may_show(self, request: HostRequest, token: WrongToken) -> bool:
         """Whether memory may have offered this: the device computed NaN for these very tokens, so
-        short ago that it may not have shown yet; or an older release stored it."""
+        short ago that it may not have shown yet; or an older release stored some. What a load left
+        empty is no such thing."""
         seed = request.seeds[token.place]
         at = self._computed.get(seed, -math.inf)
         is_recent = self._loop.now < at + HASH_SECONDS
-        return token.is_nan and (is_recent or self._is_stored(seed))
+        is_stored = self._is_stored(seed) and not token.is_empty
+        return token.is_nan and (is_recent or is_stored)

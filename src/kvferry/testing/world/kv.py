@@ -85,6 +85,8 @@ class WrongToken(NamedTuple):
     block: int
     is_nan: bool
     """All that is wrong is NaN: it was computed as that, or never filled."""
+    is_empty: bool
+    """Nothing of some group is right."""
 
 
 class RightKV:
@@ -158,7 +160,7 @@ class RankKV:
         A block is right as a whole: other requests may share it."""
         if not stop:
             return []
-        wrong: dict[tuple[int, int], bool] = {}
+        wrong: dict[tuple[int, int], tuple[bool, bool]] = {}
         groups = zip(self._arrays, right, self._mine, self._tables, strict=True)
         for array, values, mine, table in groups:
             first = attended_from(self.windows[table], stop)
@@ -173,10 +175,12 @@ class RankKV:
                 continue
             differs = unequal.reshape(stop - first, -1)
             is_nan = (~differs | np.isnan(found).reshape(stop - first, -1)).all(axis=1)
+            is_empty = differs.all(axis=1)
             for place in np.flatnonzero(differs.any(axis=1)).tolist():
                 at = first + place, int(which[place])
-                wrong[at] = wrong.get(at, True) and bool(is_nan[place])
-        return [WrongToken(*at, is_nan) for at, is_nan in sorted(wrong.items())]
+                nan, empty = wrong.get(at, (True, False))
+                wrong[at] = nan and bool(is_nan[place]), empty or bool(is_empty[place])
+        return [WrongToken(*at, *how) for at, how in sorted(wrong.items())]
 
     def poison(self, blocks: Collection[int]) -> None:
         which = list(blocks)
