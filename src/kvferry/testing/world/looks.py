@@ -223,8 +223,9 @@ def _check_erased(world: World) -> None:
     """Nothing that was erased is stored once more, unless it was computed since."""
     before = min(world.loop.now - HEED_SECONDS, world.faults_until)
     for medium in world.media.by_name.values():
-        for name in medium.values:
-            if not name.endswith(".json") and world.truth.is_erased(key_in(name), before):
+        for name, value in medium.values.items():
+            key = key_in(name) if not name.endswith(".json") else None
+            if key and world.truth.is_erased(key, before) and world.truth.is_of(key, value):
                 raise Wrong("erased", f"{medium.name} has {name}, which was erased")
 
 

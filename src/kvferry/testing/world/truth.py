@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvferry.record.check import mark_of
+from kvferry.store.erasures import HEAD_BYTES
 from kvferry.testing.world.kv import Content, payload_of, right_but_nan
 from kvferry.testing.world.loop import Wrong
 from kvferry.types import ChunkKey
@@ -72,6 +74,10 @@ class Truth:
         """Whether a chunk was refused, and not computed since."""
         known, at = self._contents.get(key), self.refused.get(key)
         return known is not None and at is not None and self.is_old(known[0].seeds[-1:], at)
+
+    def is_of(self, key: ChunkKey, value: bytes) -> bool:
+        """Whether a value is of the salt of a chunk, and nothing foreign under its key."""
+        return mark_of(value[:HEAD_BYTES]) == self._contents[key][1]
 
     def is_old(self, seeds: Sequence[int], erased_at: float) -> bool:
         """Whether one of these tokens was not computed since then."""
