@@ -38,6 +38,10 @@ FOUND = {
     ),
     "a store in memory keeps what was erased": (76, "0,1"),
     "what a store could not delete in time stays": (210, "0,1,2,3"),
+    "what was written while a store hangs is heard of too late": (
+        *(2000077, "3,4,6,8,10,17,18,26,30"),
+    ),
+    "NaN stays on a farther server": (184, "0,1,2,3,4,5,6,7,11,12,13,14,15,16,17,18,19"),
     "a client of an engine that was killed is closed by no one": (400753, "30,31,35"),
 }
 """What worlds have found, in kvferry or in their own rules, and what shows it."""

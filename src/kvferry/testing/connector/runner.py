@@ -71,7 +71,7 @@ class CaseOutcome(NamedTuple):
 class Limits(NamedTuple):
     """How long a case may take."""
 
-    part: float = 40.0  # seconds after which a part hangs
+    part: float = 80.0  # seconds after which a part hangs
     patience: float = 2.0  # seconds for which a look-up waits while nothing changes
     steps: int = 6_000  # after which an engine that waits for something steps for ever
     for_misses: float = math.inf  # most patience of rules that a miss keeps: no stall breaks them
