@@ -125,9 +125,10 @@ def _check_liveness(world: World, engine: Engine) -> None:
     world.loop.sleep(10.0)
     engine.check_slots()
     is_reset = any(world.happened[what] for what in ("reset", "reset_within", "sleep"))
-    is_peer_lost = is_reset or any(
-        world.happened[f"fault {what}"] for what in ("flip", "cut")
-    )  # another model is served there, or wrong records came: it stays away by design
+    was_wrong = any(
+        world.happened[what] for what in ("fault flip", "fault cut", f"suffer {NOT_FINITE}")
+    )
+    is_peer_lost = is_reset or was_wrong  # by design: of another model, or it sent wrong records
     for tier in engine.parts[0].store.tiers():
         may_be_away = is_peer(tier.stat().url) and is_peer_lost
         if engine.shape.mode is Mode.READ and tier.state == "refuses writes":
