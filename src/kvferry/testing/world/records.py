@@ -1,4 +1,4 @@
-"""Records of other writers than the kvferry under test."""
+"""Records as others see them: an operator, or a writer that is not the kvferry under test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import random
 import struct
 
-from kvferry.record.check import ReadFault, check_record, parse_head
+from kvferry.record.check import ReadFault, check_record, mark_of, parse_head
 from kvferry.record.schema import leaves_of
 from kvferry.store.recordio import seal_record
 from kvferry.types import ChunkKey
@@ -29,3 +29,8 @@ def with_nan(key: ChunkKey, value: bytes, rng: random.Random) -> bytes | None:
         start += component.num_bytes
     seal_record(schema, info.key, info.first_token, table, image, info.mark)
     return bytes(image)
+
+
+def has_mark(value: bytes, mark: bytes) -> bool:
+    """Whether a value names this mark, of a salt in a namespace, as a record's head does."""
+    return mark_of(value) == mark

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.record.check import mark_of
-from kvferry.store.erasures import HEAD_BYTES
 from kvferry.testing.world.kv import Content, payload_of, right_but_nan
 from kvferry.testing.world.loop import Wrong
+from kvferry.testing.world.records import has_mark
 from kvferry.types import ChunkKey
 
 
@@ -77,7 +76,7 @@ class Truth:
 
     def is_of(self, key: ChunkKey, value: bytes) -> bool:
         """Whether a value is of the salt of a chunk, and nothing foreign under its key."""
-        return mark_of(value[:HEAD_BYTES]) == self._contents[key][1]
+        return has_mark(value, self._contents[key][1])
 
     def is_old(self, seeds: Sequence[int], erased_at: float) -> bool:
         """Whether one of these tokens was not computed since then."""
