@@ -176,7 +176,7 @@ class Erasures:
                     heard.append(name)
             known[store] = found or before or {}
         self._known = known
-        self._hear(heard, self._looked_at)
+        self._hear(heard)
         self._looked_at = began
         self._clear(again.difference(heard))
         for key, (written, stores) in list(self._left.items()):
@@ -186,8 +186,9 @@ class Erasures:
             else:
                 self._left.pop(key, None)
 
-    def _hear(self, names: Sequence[str], since: float) -> None:
-        """Heed names that no look before `since` found: it may be long ago, if a store hangs."""
+    def _hear(self, names: Sequence[str]) -> None:
+        """Heed names that the last look did not find, which may be long ago: if a store hangs, none
+        is made."""
         if not names:
             return
         now = self._clock()
@@ -198,7 +199,7 @@ class Erasures:
         self._heard += names
         # A write that ends from here on finds the names itself.
         for written in list(self._recent):
-            if written.at > since - HEED_SECONDS and self._is_erased(written.names, now):
+            if written.at > self._looked_at - HEED_SECONDS and self._is_erased(written.names, now):
                 self._take_back(written)
         self._drop(frozenset(names))
 

@@ -260,7 +260,8 @@ BUGS = (
         "        return self.erasures is not None and self.erasures.refuses(value)",
         "        return False",
         (Edit("store/erasures.py",
-              "        if self._until and self._is_erased(written.names):\n", "        if False:\n"),)),
+              "        if written.key in self._left or self._is_erased(written.names, began):\n",
+              "        if False:\n"),)),
     # -- bugs that kvferry has had
     Bug("had: a reset drops a promise, and nothing fails", "contract/promises.py",
         "                self._of[name].lose()", "                pass"),
