@@ -330,7 +330,8 @@ class Engine:
         for number in range(start, min(len(keys.keys), len(request.seeds) // size)):
             seeds = tuple(request.seeds[number * size : (number + 1) * size])
             content = Content(self.shape.groups, seeds)
-            self.watch.truth.learn(keys.keys[number], content, keys.mark)
+            is_stored = request.options.store
+            self.watch.truth.learn(keys.keys[number], content, keys.mark, is_stored=is_stored)
             request.noted = keys, number + 1
 
     def computed(self, item: Scheduled) -> None:

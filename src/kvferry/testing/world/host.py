@@ -315,6 +315,10 @@ class Host:
         self.ledger.tokens += num_tokens
         self.ledger.external += num_external
         if num_external:
+            options = request.options
+            most = num_external if options.max_load_tokens is None else options.max_load_tokens
+            if num_external > most or not options.load:
+                raise Wrong("options", f"{request!r} loads {num_external} tokens, with {options}")
             self._watch.loaded(request, num_local, num_local + num_external)
         self.role.update_after_alloc(request, request.block_ids, num_external)
         first = num_local // self.shape.block_size

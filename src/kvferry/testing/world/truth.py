@@ -31,15 +31,21 @@ class Truth:
         self.not_finite: set[int] = set()
         self._contents: dict[ChunkKey, tuple[Content, bytes]] = {}
         self._payloads: dict[ChunkKey, bytes] = {}
+        self._may_be_stored: set[ChunkKey] = set()
 
-    def learn(self, key: ChunkKey, content: Content, mark: bytes) -> None:
-        """A request has a chunk with this key. Raises Wrong: the key stands for something else."""
+    def learn(self, key: ChunkKey, content: Content, mark: bytes, *, is_stored: bool) -> None:
+        """A request has a chunk with this key, and asks that it is stored or not. Raises Wrong: the
+        key stands for something else."""
+        if is_stored:
+            self._may_be_stored.add(key)
         known = self._contents.setdefault(key, (content, mark))
         if known[0].seeds[-1] != content.seeds[-1]:
             raise Wrong("key", f"{key.hex()} stands for two contents")
 
     def check_record(self, where: str, key: ChunkKey, record: bytes) -> None:
         """Raises Wrong: these bytes must not stand under a key."""
+        if key in self._contents and key not in self._may_be_stored:
+            raise Wrong("options", f"{where} has {key.hex()}, which no request asked to store")
         payload = self._payload(where, key)
         found = record[-len(payload) :]
         if found == payload or (self._is_not_finite(key) and right_but_nan(found, payload)):

@@ -173,10 +173,13 @@ class World:
         self.media.by_name[medium].suffer(what)
 
     def lose_files(self, what: str) -> None:
-        """People remove files of the directory: some of its records, its index, or all."""
+        """People remove files of the directory: some of its records, its index, or all but the
+        notice of erasures, which no engine may have read yet."""
         place = Path(self.directory) / "d"
         pattern = {"records": "records/*/*", "index": "index.sqlite3*", "all": "**/*"}[what]
         for path in sorted(path for path in place.glob(pattern) if path.is_file()):
+            if path.name == Path(NOTICE).name:
+                continue
             if what != "records" or self._random.random() < 0.5:
                 path.unlink(missing_ok=True)
 
