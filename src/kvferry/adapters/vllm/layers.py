@@ -129,10 +129,8 @@ def described(
     """Return the layers of these names as their specs describe them, and `model`, whose they are.
     Raises ConfigError for a kind of layer that is not served."""
     modules, order = modules_of(vllm_config), order_of_heads(kv_cache_config)
-    tp, cache_dtype = (
-        vllm_config.parallel_config.tensor_parallel_size,
-        vllm_config.cache_config.cache_dtype,
-    )
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    cache_dtype = vllm_config.cache_config.cache_dtype
     found, place = [], count()
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in specs_of(group):
