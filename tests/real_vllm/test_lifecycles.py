@@ -335,10 +335,11 @@ def test_a_decode_holds_no_block_until_all_is_there(make: Make, num_tokens: int,
 
 
 def test_others_run_while_a_decode_waits(make: Make) -> None:
-    decoder, prefiller = make(), make("kv_producer")
-    first = decoder.add(2, 40)
+    decoder, prefiller = make(num_blocks=2_000), make("kv_producer")
+    first = decoder.add(2, 40, max_tokens=10_000)  # it runs longer than a load takes
     decoder.step()
-    second, waiting = decoder.add(3, 40), decoder.add(1, 40, {"do_remote_prefill": True})
+    second = decoder.add(3, 40, max_tokens=10_000)
+    waiting = decoder.add(1, 40, {"do_remote_prefill": True})
     for _ in range(3):
         decoder.step()
         assert decoder.scheduler.running == [first, second]
@@ -353,6 +354,11 @@ def test_a_decode_that_lost_its_blocks_resumes_with_its_hit(make: Make) -> None:
     prefiller, decoder = make("kv_producer"), make(num_blocks=6)
     params = prefilled(prefiller, 32, number=2)
     prefiller.until(lambda: not prefiller.scheduler.has_requests(), "stored")
+    # Read once, its hit is in memory: it comes before the other has sampled its last token.
+    reader = decoder.add(2, 32, params)
+    decoder.until(lambda: reader in decoder.scheduler.running, "it is read")
+    decoder.end(reader)
+    assert decoder.scheduler.reset_prefix_cache()
     local = decoder.add(1, 32)
     decoder.step()
     remote = decoder.add(2, 32, params)
