@@ -322,7 +322,7 @@ def test_drafts_of_what_was_erased_are_not_written_and_taken_back(make, tmp_path
     writer.run("writer", PROMPT)
     assert_settles(writer)
     erasures = writer.parts[0].store._erasures
-    erasures._hear([name_of_key(key) for key in keys_of(writer)])
+    erasures._hear({name_of_key(key): 0.0 for key in keys_of(writer)})
     assert files_of(tmp_path) == {}
     writer.forget_memory()
     writer.run("again", PROMPT)

@@ -30,7 +30,7 @@ def names(host) -> dict[str, list[str]]:
 
 def hear(host, kind: str = "salt") -> None:
     """As the thread does that reads notices."""
-    host.parts[0].store._erasures._hear(names(host)[kind])
+    host.parts[0].store._erasures._hear(dict.fromkeys(names(host)[kind], 0.0))
 
 
 @pytest.fixture

@@ -139,16 +139,28 @@ def test_a_write_that_hangs_is_taken_back_if_it_began_before_the_minute_had_ende
     assert notices.deleted == ([] if is_kept else [KEY])
 
 
-@pytest.mark.parametrize(("num_looks", "is_kept"), [(0, False), (1, True)])
-def test_what_was_written_while_a_look_hangs_is_taken_back(num_looks, is_kept):
-    """One store that does not answer keeps all from being heard."""
-    notices = Notices()
-    wrote(notices.erasures, (KEY, [RECORD]))
-    for _ in range(num_looks):
+@pytest.mark.parametrize(
+    ("answering", "is_kept"),
+    [
+        ([], False),  # one store that hangs keeps all from being heard
+        ([()], False),
+        ([("other",)], False),
+        ([("it", "other")], True),
+        ([("it",)], True),
+    ],
+)
+def test_what_was_written_since_a_store_answered_last_is_taken_back(answering, is_kept):
+    notices, texts = Notices(), {"it": None, "other": None}
+    erasures = Erasures(lambda: texts, notices.delete, drop_nothing, Counters(), notices.clock)
+    erasures.look()
+    wrote(erasures, (KEY, [RECORD]))
+    for stores in answering:
         notices.clock.advance(HEED_SECONDS + 1)
-        notices.erasures.look()
+        texts = dict.fromkeys(stores)
+        erasures.look()
     notices.clock.advance(200.0)
-    notices.add(name_of_mark(MARK))
+    texts = {"it": add_to_notice(None, [name_of_mark(MARK)], 1.0), "other": None}
+    erasures.look()
     assert notices.deleted == ([] if is_kept else [KEY])
 
 

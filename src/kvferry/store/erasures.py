@@ -132,7 +132,7 @@ class Erasures:
         self._known: dict[object, Mapping[str, float]] | None = None  # by store
         self._until: dict[str, float] = {}  # by name, how long nothing of it is written
         self._heard: list[str] = []
-        self._looked_at = clock()  # when the last look began
+        self._looked_at: dict[object, float] = {}  # by store, when the last look it answered began
         self._recent: deque[_Written] = deque(maxlen=_MAX_RECENT)
         # What could not be deleted, and where, by key.
         self._left: dict[ChunkKey, tuple[_Written, Stores]] = {}
@@ -162,7 +162,7 @@ class Erasures:
         """Read the notices once. What the first reading finds was erased before this process held
         anything, and so was, in a store that is opened later, what is older than this object."""
         is_first, known, began = self._known is None, self._known or {}, self._clock()
-        heard: list[str] = []
+        heard: dict[str, float] = {}  # the last look that its store answered before
         again: set[str] = set()
         for store, text in self._read().items():
             found = parse_notice(text)
@@ -173,11 +173,11 @@ class Erasures:
                 if any(each.get(name) == at for each in known.values()):
                     again.add(name)
                 elif at > self._begun - _CLOCKS_SECONDS or before is not None:
-                    heard.append(name)
+                    heard[name] = self._looked_at.get(store, -math.inf)
             known[store] = found or before or {}
+            self._looked_at[store] = began
         self._known = known
         self._hear(heard)
-        self._looked_at = began
         self._clear(again.difference(heard))
         for key, (written, stores) in list(self._left.items()):
             left = self._delete(written.namespace, key, stores)
@@ -186,22 +186,22 @@ class Erasures:
             else:
                 self._left.pop(key, None)
 
-    def _hear(self, names: Sequence[str]) -> None:
-        """Heed names that the last look did not find, which may be long ago: if a store hangs, none
-        is made."""
-        if not names:
+    def _hear(self, heard: Mapping[str, float]) -> None:
+        """Heed names that the last look which their store answered did not find. That may have been
+        long ago: none is made while a store hangs, and one that is away is not asked."""
+        if not heard:
             return
-        now = self._clock()
+        now, names, since = self._clock(), frozenset(heard), min(heard.values())
         self._until = {
             **{name: until for name, until in self._until.items() if until > now - _AGAIN_SECONDS},
             **dict.fromkeys(names, now + HEED_SECONDS),
         }
-        self._heard += names
+        self._heard += heard
         # A write that ends from here on finds the names itself.
         for written in list(self._recent):
-            if written.at > self._looked_at - HEED_SECONDS and self._is_erased(written.names, now):
+            if written.at > since - HEED_SECONDS and self._is_erased(written.names, now):
                 self._take_back(written)
-        self._drop(frozenset(names))
+        self._drop(names)
 
     def _clear(self, names: set[str]) -> None:
         """A store says what another said before. It may not have answered when that was heard, and

@@ -41,6 +41,11 @@ FOUND = {
     "what was written while a store hangs is heard of too late": (
         *(2000077, "3,4,6,8,10,17,18,26,30"),
     ),
+    "what was written before a store was away is heard of too late": (
+        *(6002423, "0,2,3,4,5,6,7,8,13,14,16,22,23,27"),
+    ),
+    "an engine blames a peer for NaN of its own": (7500351, "4,7,8,17,21,23"),
+    "a request that lost a load has nothing local": (7500050, "31,32,36,38,40,41"),
     "NaN stays on a farther server": (184, "0,1,2,3,4,5,6,7,11,12,13,14,15,16,17,18,19"),
     "a client of an engine that was killed is closed by no one": (400753, "30,31,35"),
 }

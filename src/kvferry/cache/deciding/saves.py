@@ -378,7 +378,7 @@ class Saves:
             if self.shared_writes.abort(each):
                 self._pool.end_write(each)
             self._announce_failed(each.key)
-        self._take_out([each.key for each in saved], ReadFault.NOT_FINITE, slot.namespace)
+        self._take_out([each.key for each in saved], "", slot.namespace)
 
     def _learn_saved(self, index: int, result: str, fault: Fault | None) -> None:
         self.await_reports()
@@ -386,7 +386,7 @@ class Saves:
         if slot is None:
             return
         if slot.failed:
-            self._take_out((slot.key,), ReadFault.NOT_FINITE, slot.namespace)
+            self._take_out((slot.key,), "", slot.namespace)
             return
         if result not in (PutResult.STORED, PutResult.EXISTS):
             refused = self._requests.refused

@@ -476,4 +476,7 @@ class Host:
                 request.num_computed_tokens = first * self.shape.block_size
                 request.is_lost = self.memory.has_windows
                 request.turn += 1
+                # What it computed behind, too: in the chain, others' blocks may lie between.
+                for table in request.block_ids:
+                    self.memory.uncache(table[first:])
         self.memory.uncache(invalid)

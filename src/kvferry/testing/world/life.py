@@ -41,7 +41,7 @@ NEVER = {
     "store_quarantined": _DAMAGE,
     "save_not_finite": _NAN,
     "load_failed_chunks": ("break_load", "break_at", "reset_within", *_NAN),
-    "save_failed": (*_OUTAGES, "erase"),
+    "save_failed": (*_OUTAGES, "erase", "lose_files"),
     "store_probe_failed": (*_OUTAGES, *_DAMAGE, "reset", "reset_within", "sleep"),
 }
 """Counters that stay at 0, unless one of these things happened. A peer of another epoch refuses

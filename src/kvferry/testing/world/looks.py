@@ -38,7 +38,7 @@ def look_again(world: World) -> None:
     """Runs in: the main task. Raises Wrong."""
     _check_refused(world)
     _restart_writers(world)
-    engines = [each for each in world.engines.values() if not (each.off or each.has_lost_plan)]
+    engines = _serving(world)
     for engine in engines:
         _check_erased_here(world, engine)
         _ask_again(world, engine)
@@ -52,12 +52,19 @@ def look_again(world: World) -> None:
     _check_erased(world)
 
 
+def _serving(world: World) -> list[Engine]:
+    return [each for each in world.engines.values() if not (each.off or each.has_lost_plan)]
+
+
 def _check_refused(world: World) -> None:
-    """What an engine refused is on no server, unless it was computed again. One that ended then
-    may have left it there; so may one that did not reach the server, which tries once."""
+    """What an engine refused is on no server, unless it was computed again: also what it wrote
+    meanwhile, whose end it may hear with its next request. One that ended then may have left it
+    there; so may one that did not reach the server, which tries once."""
     happened = {what for what, number in world.happened.items() if number}
     if len(world.scenario.engines) > 1 or not happened.isdisjoint(UNREACHED):
         return
+    for engine in _serving(world) if world.truth.refused else ():
+        _ask_new(world, engine)
     for medium in world.media.by_name.values():
         for name in medium.values:
             if name.endswith(".json") or name in medium.failed_deletes:
@@ -120,8 +127,7 @@ def _check_liveness(world: World, engine: Engine) -> None:
     if engine.shape.mode is Mode.BOTH:
         _check_hits(world, engine)
     else:  # it learns what became of its saves in the steps of another request, and saves that
-        ask = Ask(world.new_document(), 2 * engine.shape.chunk_tokens, tail=0)
-        _probe(world, engine, ask, world.tokens_of(ask))
+        _ask_new(world, engine)
     world.loop.sleep(10.0)
     engine.check_slots()
     is_reset = any(world.happened[what] for what in ("reset", "reset_within", "sleep"))
@@ -212,8 +218,7 @@ def _check_erased_here(world: World, engine: Engine) -> None:
     whose tiers are all its own hears of no erasure."""
     if not engine.shape.hears_of_erasures:
         return
-    ask = Ask(world.new_document(), 2 * engine.shape.chunk_tokens, tail=0)
-    _probe(world, engine, ask, world.tokens_of(ask), forgets=False)
+    _ask_new(world, engine)
     before = min(world.loop.now - HEED_SECONDS, world.faults_until)
     for key in engine.scheduler.pool._by_key:
         if world.truth.is_erased(key, before):
@@ -239,6 +244,12 @@ def _media_of(world: World, engine: Engine) -> list[Medium]:
 def _hits(world: World, engine: Engine, ask: Ask, tokens: Sequence[int], *, forgets: bool) -> bool:
     """Whether a prompt hits: at once, or when it is asked for again a little later."""
     return any(_probe(world, engine, ask, tokens, forgets=forgets)[1] for _ in range(3))
+
+
+def _ask_new(world: World, engine: Engine) -> None:
+    """Have an engine step, and so hear what ended since its last request."""
+    ask = Ask(world.new_document(), 2 * engine.shape.chunk_tokens, tail=0)
+    _probe(world, engine, ask, world.tokens_of(ask), forgets=False)
 
 
 def _probe(

@@ -40,6 +40,9 @@ DAMAGE = (
 FAULTS = OUTAGES + DAMAGE
 """What a medium can do wrong while it lasts; see `Medium.faults`."""
 
+LOSSES = ("empty", "restart")
+"""A medium loses all, its notice too."""
+
 OFFENCES = ("evict", "empty", "spoil", "foreign", "restart")
 """What happens to a medium at once; see `Medium.suffer`."""
 
@@ -149,7 +152,7 @@ class Medium:
         """Have something happen to the values, as servers and people do."""
         records = [name for name in self.values if not name.endswith(".json")]
         chosen = [name for name in records if self._random.random() < 0.5]
-        if offence in ("empty", "restart"):
+        if offence in LOSSES:
             self.values.clear()
         elif offence == "evict":
             for name in chosen:

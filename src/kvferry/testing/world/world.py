@@ -21,7 +21,7 @@ from kvferry.store.url import open_one
 from kvferry.testing.world.engine import Engine
 from kvferry.testing.world.host import Host
 from kvferry.testing.world.loop import START, Loop, Wrong
-from kvferry.testing.world.media import FAULTS, NOTICE, Media, Medium, Peers, forget
+from kvferry.testing.world.media import FAULTS, LOSSES, NOTICE, Media, Medium, Peers, forget
 from kvferry.testing.world.moments import MOMENTS
 from kvferry.testing.world.requests import UNREAD, HostRequest, Scheduled
 from kvferry.testing.world.scenario import DIRECTORY, Ask, Scenario
@@ -68,7 +68,7 @@ class World:
         self.truth = Truth()
         self.asked: dict[Ask, None] = {}
         self._erased: dict[str, float] = {}  # by salt, when an operator erased it
-        self._lost_at = -1.0  # when an engine ended last
+        self._lost_at = -1.0  # when an engine ended last, or a server lost its notice
         self._device_faults: Counter[str] = Counter()
         self._num_runs = 0
         self._num_prompts = 0
@@ -171,6 +171,8 @@ class World:
     def suffer(self, medium: str, what: str) -> None:
         """Something happens to what a medium holds."""
         self.media.by_name[medium].suffer(what)
+        if what in LOSSES:
+            self._lost_at = self.loop.now
 
     def lose_files(self, what: str) -> None:
         """People remove files of the directory: some of its records, its index, or all but the
@@ -488,8 +490,9 @@ class World:
         self.erase_again()
 
     def erase_again(self) -> None:
-        """The operator erases once more what was erased a short while before an engine ended, as
-        docs/operate.md says: writes of that engine may have landed behind the erasure."""
+        """The operator erases once more what was erased a short while before an engine ended or a
+        server lost all, as docs/operate.md says: writes of that engine may have landed behind the
+        erasure, and not all may have heard of it from that server."""
         for salt, at in list(self._erased.items()):
             if at <= self._lost_at < max(at, self.faults_until) + AGAIN_SECONDS:
                 self.note(f"erase again {salt!r}")
