@@ -4,6 +4,7 @@ simulated host. It opens the cache as real hosts do, by `PrefixCache`.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -284,7 +285,9 @@ class Engine:
             take_out(keys, *given)
 
         def refuse(keys: Sequence[ChunkKey], *given: Any) -> None:
-            self.watch.truth.refused.update(dict.fromkeys(keys, self.loop.now))
+            is_up = all(tier.state == "up" for tier in self.parts[0].store.tiers())
+            at = self.loop.now if is_up else -math.inf  # it may stay where it is not deleted now
+            self.watch.truth.refused.update(dict.fromkeys(keys, at))
             condemn(keys, *given)
 
         self.scheduler.audits.take_out = condemn
