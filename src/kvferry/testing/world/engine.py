@@ -4,7 +4,6 @@ simulated host. It opens the cache as real hosts do, by `PrefixCache`.
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -285,9 +284,7 @@ class Engine:
             take_out(keys, *given)
 
         def refuse(keys: Sequence[ChunkKey], *given: Any) -> None:
-            is_up = all(tier.state == "up" for tier in self.parts[0].store.tiers())
-            at = self.loop.now if is_up else -math.inf  # it may stay where it is not deleted now
-            self.watch.truth.refused.update(dict.fromkeys(keys, at))
+            self.watch.truth.refused.update(dict.fromkeys(keys, self.loop.now))
             condemn(keys, *given)
 
         self.scheduler.audits.take_out = condemn

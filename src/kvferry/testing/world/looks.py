@@ -4,6 +4,7 @@ alone holds what it should, and nothing wrong or erased is left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvferry.contract.spec import Mode
@@ -59,17 +60,20 @@ def _serving(world: World) -> list[Engine]:
 def _check_refused(world: World) -> None:
     """What an engine refused is on no server, unless it was computed again: also what it wrote
     meanwhile, whose end it may hear with its next request. One that ended then may have left it
-    there; so may one that did not reach the server, which tries once."""
+    there; so may one that did not reach the server, which it tries once."""
     happened = {what for what, number in world.happened.items() if number}
     if len(world.scenario.engines) > 1 or not happened.isdisjoint(UNREACHED):
         return
+    up_since = -math.inf
     for engine in _serving(world) if world.truth.refused else ():
         _ask_new(world, engine)
+        since = max(tier.since for tier in engine.parts[0].store.tiers())
+        up_since = world.loop.now - (world.wall() - since)
     for medium in world.media.by_name.values():
         for name in medium.values:
             if name.endswith(".json") or name in medium.failed_deletes:
                 continue
-            if world.truth.is_refused(key_in(name)):
+            if world.truth.is_refused(key_in(name), up_since):
                 raise Wrong("verdict", f"{medium.name} has {name}, which was refused")
 
 

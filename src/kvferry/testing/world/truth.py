@@ -5,6 +5,7 @@ once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvferry.testing.world.kv import Content, payload_of, right_but_nan
@@ -75,10 +76,10 @@ class Truth:
             return False
         return self.is_old(known[0].seeds[-1:], erased_at)
 
-    def is_refused(self, key: ChunkKey) -> bool:
-        """Whether a chunk was refused, and not computed since."""
-        known, at = self._contents.get(key), self.refused.get(key)
-        return known is not None and at is not None and self.is_old(known[0].seeds[-1:], at)
+    def is_refused(self, key: ChunkKey, since: float) -> bool:
+        """Whether a chunk was refused since that time, and not computed since."""
+        known, at = self._contents.get(key), self.refused.get(key, -math.inf)
+        return known is not None and at > since and self.is_old(known[0].seeds[-1:], at)
 
     def is_of(self, key: ChunkKey, value: bytes) -> bool:
         """Whether a value is of the salt of a chunk, and nothing foreign under its key."""
