@@ -350,6 +350,26 @@ def test_a_description_is_replaced(make_store):
     assert make_store().catalogue().description(SPACE) == "two"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.put(make_key(), [b"value"]),
+        lambda store: store.catalogue().notice(),  # all that an idle engine does
+    ],
+    ids=["put", "notice"],
+)
+def test_a_description_that_the_server_lost_is_written_again(make_store, client, call):
+    clock = FakeClock()
+    store = make_store(clock=clock)
+    store.describe(SPACE, "text")
+    client.values.clear()
+    call(store)
+    assert store.catalogue().description(SPACE) is None
+    clock.advance(11.0)
+    call(store)
+    assert store.catalogue().description(SPACE) == "text"
+
+
 def test_a_closed_store_closes_its_client(make_store, client):
     store = make_store()
     store.close()

@@ -46,6 +46,9 @@ FOUND = {
     ),
     "an engine blames a peer for NaN of its own": (7500351, "4,7,8,17,21,23"),
     "a request that lost a load has nothing local": (7500050, "31,32,36,38,40,41"),
+    "of an idle engine, a server that lost all has no namespace to erase": (
+        *(8506675, "1,10,13,19"),
+    ),
     "NaN stays on a farther server": (184, "0,1,2,3,4,5,6,7,11,12,13,14,15,16,17,18,19"),
     "a client of an engine that was killed is closed by no one": (400753, "30,31,35"),
 }

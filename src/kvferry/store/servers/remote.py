@@ -45,7 +45,7 @@ _ABOUT = "about.json"
 _NOTICE = "erased.json"
 _REMEMBERED_NAMES = 1 << 16
 _LOOK_SECONDS = 10.0
-"""How often a store that is used looks whether its server has the descriptions that it gave."""
+"""How often a store looks whether its server has the descriptions that it gave."""
 _NAME = re.compile(rf"([0-9a-f]{{64}})/(?:([0-9a-f]{{64}})|{re.escape(_ABOUT)})")
 
 
@@ -407,7 +407,9 @@ class RemoteCatalogue(Catalogue):
     def notice(self, text: str | None = None) -> str | None:
         with suppress(StoreError):
             if text is None and not self._store.is_closed:
-                return self._texts.read(_NOTICE)
+                said = self._texts.read(_NOTICE)
+                self._texts.write_again()  # `rm` finds a salt by the namespaces that are described
+                return said
             if text is not None and not self._store.is_closed:
                 self._texts.write(_NOTICE, text)
         return text

@@ -79,7 +79,9 @@ def _end_faults(world: World) -> None:
     while tasks := [task for task in world.loop.of("scenario") if not task.is_killed]:
         world.loop.join(tasks[0])
     world.mend_devices()
-    world.erase_again()
+    if world.unsure:
+        world.loop.sleep(SETTLE_SECONDS)  # a server that lost all learns which namespaces there are
+        world.erase_again()
     until = world.loop.now + SETTLE_SECONDS
     while any(engine.host is None for engine in world.engines.values()):
         if world.loop.now > until:

@@ -90,18 +90,20 @@ def _restart_writers(world: World) -> None:
 
 
 def _ask_again(world: World, engine: Engine) -> None:
-    """What was asked for in the scenario, once more: from stores, and until no more of that turns
-    out to be wrong."""
+    """Some of what was asked for in the scenario, once more: from stores, and until no more of that
+    turns out to be wrong."""
     asked = list(world.asked)
     world.draw().shuffle(asked)
     room = engine.shape.has_room
     again = [each for each in asked if room(each.length + each.tail + each.max_tokens)]
+    again = again[:MOST_ASKED]
     pause = 5.0 if engine.shape.mode is Mode.WRITE else 0.5  # for its writes, and second writes
-    for _ in range(2 + len(engine.shape.tiers)):
+    # Each time, a prompt may load up to the next wrong record of its own.
+    most = max((each.length + each.tail for each in again), default=0)
+    for _ in range(2 + len(engine.shape.tiers) * (1 + most // engine.shape.chunk_tokens)):
         num_corrupt = engine.observer["records_corrupt"]
         requests = [
-            _probe(world, engine, ask, world.tokens_of(ask), pause=pause)[0]
-            for ask in again[:MOST_ASKED]
+            _probe(world, engine, ask, world.tokens_of(ask), pause=pause)[0] for ask in again
         ]
         if engine.shape.mode is Mode.WRITE:
             _check_sizes(world, engine, requests)
@@ -223,7 +225,7 @@ def _check_erased_here(world: World, engine: Engine) -> None:
     if not engine.shape.hears_of_erasures:
         return
     _ask_new(world, engine)
-    before = min(world.loop.now - HEED_SECONDS, world.faults_until)
+    before = world.loop.now - HEED_SECONDS
     for key in engine.scheduler.pool._by_key:
         if world.truth.is_erased(key, before):
             raise Wrong("erased", f"{engine.name} holds {key.hex()}, which was erased")
@@ -231,7 +233,7 @@ def _check_erased_here(world: World, engine: Engine) -> None:
 
 def _check_erased(world: World) -> None:
     """Nothing that was erased is stored once more, unless it was computed since."""
-    before = min(world.loop.now - HEED_SECONDS, world.faults_until)
+    before = world.loop.now - HEED_SECONDS
     for medium in world.media.by_name.values():
         for name, value in medium.values.items():
             key = key_in(name) if not name.endswith(".json") else None

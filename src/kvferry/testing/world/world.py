@@ -493,10 +493,20 @@ class World:
         """The operator erases once more what was erased a short while before an engine ended or a
         server lost all, as docs/operate.md says: writes of that engine may have landed behind the
         erasure, and not all may have heard of it from that server."""
-        for salt, at in list(self._erased.items()):
-            if at <= self._lost_at < max(at, self.faults_until) + AGAIN_SECONDS:
-                self.note(f"erase again {salt!r}")
-                self.erase(salt)
+        for salt in self.unsure:
+            self.note(f"erase again {salt!r}")
+            self.erase(salt)
+
+    @property
+    def unsure(self) -> list[str]:
+        """Salts that are to be erased once more."""
+        until = self._lost_at - AGAIN_SECONDS
+        erased = self._erased.items()
+        return [
+            salt
+            for salt, at in erased
+            if at <= self._lost_at and until < max(at, self.faults_until)
+        ]
 
 
 def _image(number: int, length: int) -> MultimodalItem:
