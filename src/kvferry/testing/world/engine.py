@@ -277,6 +277,13 @@ class Engine:
     def _see_verdicts(self) -> None:
         """Know which slots have what the scheduler finds to be wrong."""
         pool, take_out = self.scheduler.pool, self.scheduler.audits.take_out
+        assign, refused, again = pool.save, self.watch.truth.refused, set[ChunkKey]()
+
+        def save(key: ChunkKey, *given: Any) -> Any:
+            slot = assign(key, *given)
+            if slot is not None and refused.pop(key, None) is not None:
+                again.add(key)  # computed by another request: this may stay
+            return slot
 
         def condemn(keys: Sequence[ChunkKey], *given: Any) -> None:
             found = [slot for slot in map(pool.find, keys) if slot is not None]
@@ -284,9 +291,10 @@ class Engine:
             take_out(keys, *given)
 
         def refuse(keys: Sequence[ChunkKey], *given: Any) -> None:
-            self.watch.truth.refused.update(dict.fromkeys(keys, self.loop.now))
+            refused.update({key: self.loop.now for key in keys if key not in again})
             condemn(keys, *given)
 
+        pool.save = save
         self.scheduler.audits.take_out = condemn
         self.scheduler.saves._take_out = refuse
 

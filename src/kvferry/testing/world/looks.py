@@ -58,7 +58,7 @@ def _serving(world: World) -> list[Engine]:
 
 
 def _check_refused(world: World) -> None:
-    """What an engine refused is on no server, unless it was computed again: also what it wrote
+    """What an engine refused is on no server, unless it was saved again: also what it wrote
     meanwhile, whose end it may hear with its next request. One that ended then may have left it
     there; so may one that did not reach the server, which it tries once."""
     happened = {what for what, number in world.happened.items() if number}
@@ -73,7 +73,7 @@ def _check_refused(world: World) -> None:
         for name in medium.values:
             if name.endswith(".json") or name in medium.failed_deletes:
                 continue
-            if world.truth.is_refused(key_in(name), up_since):
+            if world.truth.refused.get(key_in(name), -math.inf) > up_since:
                 raise Wrong("verdict", f"{medium.name} has {name}, which was refused")
 
 

@@ -5,7 +5,6 @@ once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from kvferry.testing.world.kv import Content, payload_of, right_but_nan
@@ -20,7 +19,8 @@ class Truth:
     Attributes:
         computed: by the seed of a token, when its KV was computed last.
         erased: by the mark of a salt, when an operator erased it.
-        refused: by key, when an engine found what it had computed to be wrong.
+        refused: by key, when an engine found what it had computed to be wrong, if it was not saved
+            again since.
         not_finite: the seeds of tokens of which a server had NaN, as older releases wrote it. A
             hit that is not audited may have it (docs/identity.md).
     """
@@ -75,11 +75,6 @@ class Truth:
         if known is None or erased_at is None or erased_at > before:
             return False
         return self.is_old(known[0].seeds[-1:], erased_at)
-
-    def is_refused(self, key: ChunkKey, since: float) -> bool:
-        """Whether a chunk was refused since that time, and not computed since."""
-        known, at = self._contents.get(key), self.refused.get(key, -math.inf)
-        return known is not None and at > since and self.is_old(known[0].seeds[-1:], at)
 
     def is_of(self, key: ChunkKey, value: bytes) -> bool:
         """Whether a value is of the salt of a chunk, and nothing foreign under its key."""
