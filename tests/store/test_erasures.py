@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvferry.keys import salt_mark
@@ -21,6 +23,7 @@ from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.servers.peer import PeerStore
+from kvferry.store.servers.remote import RemoteStore
 from kvferry.store.tiers.tiered import TieredStore
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.stores.hooks import wait_until
@@ -29,6 +32,7 @@ from kvferry.transfer.auth import SharedKey
 from kvferry.transfer.client import PeerClient
 from kvferry.types import ChunkKey
 from tests.record.samples import KEY, MARK, NAMESPACE, encode, golden, payload_of
+from tests.store.servers.remote_client import DictClient
 
 SCHEMA = golden("tiny")[0]
 RECORD = encode(SCHEMA, payload_of(SCHEMA), mark=MARK)
@@ -162,6 +166,62 @@ def test_what_was_written_since_a_store_answered_last_is_taken_back(answering, i
     texts = {"it": add_to_notice(None, [name_of_mark(MARK)], 1.0), "other": None}
     erasures.look()
     assert notices.deleted == ([] if is_kept else [KEY])
+
+
+@pytest.mark.parametrize("order", [("near", "far"), ("far", "near")])
+def test_of_stores_that_say_a_name_at_once_the_one_that_was_away_longest_decides(order):
+    notices, texts = Notices(), {"near": None, "far": None}
+    erasures = Erasures(lambda: texts, notices.delete, drop_nothing, Counters(), notices.clock)
+    erasures.look()
+    wrote(erasures, (KEY, [RECORD]))
+    texts = {"near": None}
+    for _ in range(2):
+        notices.clock.advance(HEED_SECONDS + 1)
+        erasures.look()
+    texts = dict.fromkeys(order, add_to_notice(None, [name_of_mark(MARK)], 1.0))
+    erasures.look()
+    assert notices.deleted == [KEY]
+
+
+def test_what_was_erased_is_not_read_while_much_is_taken_back():
+    """Nor after that, for as long as a write may take."""
+    clock, texts, heeded = FakeClock(), {"it": None}, []
+
+    def delete(*_):
+        clock.advance(1.0)
+        return []
+
+    def note(_names):
+        heeded.append(erasures.refuses((KEY, [RECORD])))
+
+    erasures = Erasures(lambda: texts, delete, note, Counters(), clock)
+    erasures.look()
+    for number in range(2 * int(HEED_SECONDS)):
+        erasures.wrote((ChunkKey(number.to_bytes(32)), [RECORD]), clock())
+    texts = {"it": add_to_notice(None, [name_of_mark(MARK)], 1.0)}
+    erasures.look()
+    note(())
+    clock.advance(HEED_SECONDS + 1)
+    note(())
+    assert heeded == [True, True, False]
+
+
+def test_a_server_that_answers_nothing_has_said_nothing():
+    """An idle engine does not find out that it is away."""
+    clock, client = FakeClock(), DictClient()
+    store = RemoteStore("dict://x", client, Opening(namespace=NAMESPACE), clock=clock)
+    with TieredStore([store], Counters(), clock=clock) as tiers:
+        tiers._erasures.close(5.0)
+        tiers._erasures.look()
+        assert tiers.put(KEY, [RECORD]).is_there
+        client.down = True
+        for _ in range(2):
+            clock.advance(HEED_SECONDS + 1)
+            tiers._erasures.look()
+        client.down = False
+        store.catalogue().notice(add_to_notice(None, [name_of_mark(MARK)], time.time()))
+        tiers._erasures.look()
+        assert store.read(KEY, ()) is None
 
 
 @pytest.mark.parametrize("is_failing", [False, True])

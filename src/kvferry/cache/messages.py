@@ -107,8 +107,7 @@ class CachePlan(Plan, frozen=True, kw_only=True, tag=True):
     """Chunks of earlier saves whose shards the ranks write now: every rank has hashed its rows. One
     that could not, as its load had failed, would leave the others' shards with wrong KV."""
     discards: tuple[tuple[bytes, str, bytes], ...] = ()
-    """Chunks whose shards each rank takes out of its store: key, why as of `recordio.take_out`, and
-    namespace."""
+    """Chunks whose shards each rank takes out of its store: key, why, and namespace."""
     touches: tuple[bytes, ...] = ()
     """Chunks that requests have used, in the order of their prompts. Each rank that is apart
     touches its shards, as its store may be one of its own, and reads do not show what ranks hold in

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import typer
@@ -156,12 +156,13 @@ def _tell(each: _Erased, names: set[str], at: float) -> None:
     if each.store is None or not names:
         return
     for _ in range(_TRIES):
-        text = each.store.catalogue().notice()
-        told = [name for name, since in parse_notice(text).items() if since >= at]
-        each.told = len(names.intersection(told)) == min(len(names), MAX_NAMES)
-        if each.told:
-            return
-        each.store.catalogue().notice(add_to_notice(text, sorted(names), at))
+        with suppress(StoreError):
+            text = each.store.catalogue().notice()
+            told = [name for name, since in parse_notice(text).items() if since >= at]
+            each.told = len(names.intersection(told)) == min(len(names), MAX_NAMES)
+            if each.told:
+                return
+            each.store.catalogue().notice(add_to_notice(text, sorted(names), at))
 
 
 def _list(each: _Erased, choice: Choice) -> None:

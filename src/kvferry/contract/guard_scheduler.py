@@ -82,10 +82,10 @@ class GuardedScheduler(SchedulerRole):
     def lookup(self, request: RequestView, num_local_tokens: int) -> LookupResult:
         if self._host is not None:
             self._host.lookup(request, num_local_tokens)
+        if self._promises.has_failed(request.request_id):
+            return MISS
         try:
             answer = self._role.lookup(request, num_local_tokens)
-            if self._promises.has_failed(request.request_id):  # asked, as it counts what is local
-                return MISS
             count, is_async, reason = answer
             if count is None:
                 return ASK_AGAIN

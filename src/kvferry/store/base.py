@@ -48,6 +48,10 @@ ASK_SECONDS = 0.25
 """How long a look-up waits for the answer to a probe."""
 
 
+COMPUTED_WRONG = "computed_wrong"
+"""Why a value is discarded that this process computed wrong: no store is to blame for it."""
+
+
 class PutResult(StrEnum):
     """Outcome of a write."""
 
@@ -229,8 +233,9 @@ class Store(Contract, ABC):
 
     @abstractmethod
     def discard(self, key: ChunkKey, reason: str) -> None:
-        """Take out a value that failed verification: quarantine it if the store can, else delete
-        it. Never raises. Concurrent discards of one key count once as `store_quarantined`."""
+        """Take out a value that failed verification, or that was `COMPUTED_WRONG`: quarantine it if
+        the store can, else delete it. Never raises. Concurrent discards of one key count once as
+        `store_quarantined`."""
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:

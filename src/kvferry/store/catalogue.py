@@ -138,7 +138,8 @@ class Catalogue(Contract, ABC):
     @abstractmethod
     def notice(self, text: str | None = None) -> str | None:
         """The notice of what commands erased (`kvferry.store.erasures`); None if there is none, or
-        the store keeps none. A given `text` replaces it. The text is untrusted. Never raises."""
+        the store keeps none. A given `text` replaces it. The text is untrusted. Raises StoreError:
+        that there is none is not known."""
 
     @abstractmethod
     def facts(self) -> dict[str, int | bool | None]:

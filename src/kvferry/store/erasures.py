@@ -4,7 +4,7 @@
 erased, and when. What it cannot reach is in processes: chunks in host memory, stores in memory,
 writes under way, copies that wait for another tier. So each open store of an engine reads the
 notices of its tiers every few seconds. For a minute it writes and reads nothing that was erased. It
-takes back what it wrote just before, and drops from stores in memory all that was erased. The
+takes back what it wrote since that store answered last, and drops from stores in memory all that was erased. The
 scheduler role asks for the same names, and drops what it holds in memory.
 
 What was erased has a name: a namespace, the mark of a salt in a namespace, or a key.
@@ -162,7 +162,7 @@ class Erasures:
         """Read the notices once. What the first reading finds was erased before this process held
         anything, and so was, in a store that is opened later, what is older than this object."""
         is_first, known, began = self._known is None, self._known or {}, self._clock()
-        heard: dict[str, float] = {}  # the last look that its store answered before
+        heard: dict[str, float] = {}  # by name, when its stores were last known to be without it
         again: set[str] = set()
         for store, text in self._read().items():
             found = parse_notice(text)
@@ -170,15 +170,18 @@ class Erasures:
             for name, at in found.items() if not is_first else ():
                 if before is not None and before.get(name) == at:
                     continue
-                if any(each.get(name) == at for each in known.values()):
+                since = self._looked_at.get(store, -math.inf)
+                if name in heard:
+                    heard[name] = min(heard[name], since)
+                elif any(each.get(name) == at for each in known.values()):
                     again.add(name)
                 elif at > self._begun - _CLOCKS_SECONDS or before is not None:
-                    heard[name] = self._looked_at.get(store, -math.inf)
+                    heard[name] = since
             known[store] = found or before or {}
             self._looked_at[store] = began
         self._known = known
         self._hear(heard)
-        self._clear(again.difference(heard))
+        self._clear(again)
         for key, (written, stores) in list(self._left.items()):
             left = self._delete(written.namespace, key, stores)
             if left and self._clock() < written.at + _AGAIN_SECONDS:
@@ -187,21 +190,26 @@ class Erasures:
                 self._left.pop(key, None)
 
     def _hear(self, heard: Mapping[str, float]) -> None:
-        """Heed names that the last look which their store answered did not find. That may have been
-        long ago: none is made while a store hangs, and one that is away is not asked."""
+        """Heed names that are new since their stores answered last. That may be long ago: no store
+        is asked while one hangs, and none that is away."""
         if not heard:
             return
-        now, names, since = self._clock(), frozenset(heard), min(heard.values())
+        self._heed(heard)
+        self._heard += heard
+        self._drop(frozenset(heard))
+        # A write that ends from here on finds the names itself.
+        for written in list(self._recent):
+            since = min((heard[name] for name in written.names if name in heard), default=math.inf)
+            if written.at > since - HEED_SECONDS:
+                self._take_back(written)
+        self._heed(heard)  # it may have taken longer than the minute
+
+    def _heed(self, names: Iterable[str]) -> None:
+        now = self._clock()
         self._until = {
             **{name: until for name, until in self._until.items() if until > now - _AGAIN_SECONDS},
             **dict.fromkeys(names, now + HEED_SECONDS),
         }
-        self._heard += heard
-        # A write that ends from here on finds the names itself.
-        for written in list(self._recent):
-            if written.at > since - HEED_SECONDS and self._is_erased(written.names, now):
-                self._take_back(written)
-        self._drop(names)
 
     def _clear(self, names: set[str]) -> None:
         """A store says what another said before. It may not have answered when that was heard, and

@@ -99,15 +99,6 @@ def read_record(
     return reason
 
 
-def take_out(store: Store, key: ChunkKey, why: str) -> None:
-    """Discard a value in which a reader found this to be wrong; with "", delete one that this
-    process computed wrong, for which no store is to blame."""
-    if why:
-        store.discard(key, why)
-    else:
-        store.delete(key)
-
-
 def _read(
     store: Store, schema: RecordSchema, read: RecordRead, deadline: float
 ) -> ReadFault | None:

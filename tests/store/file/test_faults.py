@@ -141,6 +141,14 @@ def test_a_record_that_cannot_be_opened_is_an_error_and_an_absent_one_is_not(ben
         store.read(make_key(), [(0, memoryview(bytearray(5)))])
 
 
+def test_a_notice_that_cannot_be_read_is_not_taken_for_none(bench):
+    catalogue = bench.open().catalogue()
+    assert catalogue.notice() is None
+    bench.io.fail["open"] = errno.EIO
+    with pytest.raises(StoreError):
+        catalogue.notice()
+
+
 def test_a_discard_that_fails_still_takes_the_record_out_of_the_index(bench):
     store = bench.open()
     store.put(make_key(), [b"rotten"])

@@ -12,8 +12,9 @@ import pytest
 
 from kvferry.errors import ConfigError, FaultKind, StoreError
 from kvferry.observe import Counters, Observer
+from kvferry.record.check import ReadFault
 from kvferry.record.schema import RecordSchema, RowRange, leaf_digests
-from kvferry.store.base import CLOSED, Put, PutResult, Where
+from kvferry.store.base import CLOSED, COMPUTED_WRONG, Put, PutResult, Where
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
 from kvferry.store.recordio import RecordRead, read_record
@@ -397,6 +398,19 @@ def test_a_peer_is_not_blamed_for_what_another_one_sent(serving):
     peers = serving.open(honest.address[1], liar.address[1], observer=counters)
     assert fetch(peers, RowRange(0, 0, 6))[0] is not None
     assert counters["peer_wrong_records"] == 1
+
+
+def test_a_peer_is_not_blamed_for_what_its_reader_computed_wrong(serving):
+    memory, counters = MemoryStore(), Counters()
+    for number in range(MAX_WRONG):
+        memory.put(make_key(number), [make_record(number)])
+    peer = serving.open(serving.start(memory).address[1], observer=counters)
+    for number in range(MAX_WRONG):
+        assert fetch(peer, RowRange(0, 0, 6), number)[0] is None
+        peer.discard(make_key(number), COMPUTED_WRONG)
+    assert counters["peer_wrong_records"] == 0
+    peer.discard(make_key(0), ReadFault.BAD_CHECKSUM)
+    assert counters["peer_wrong_records"] == 1  # that it sent the record is still known
 
 
 class OneSlot:

@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import Fault, FaultKind, StoreError
 from kvferry.observe import Counters, Observer
 from kvferry.record.check import ReadFault
-from kvferry.store.base import NO_DEADLINE, Put, PutResult, Where
+from kvferry.store.base import COMPUTED_WRONG, NO_DEADLINE, Put, PutResult, Where
 from kvferry.store.file.store import FileStore
 from kvferry.store.kind import Opening
 from kvferry.store.memory import MemoryStore
@@ -210,7 +210,12 @@ def test_a_wrong_record_that_was_brought_nearer_goes_from_both(make_tiers):
 
 @pytest.mark.parametrize(
     ("reason", "is_left"),
-    [(ReadFault.BAD_CHECKSUM, True), (ReadFault.WRONG_SIZE, True), (ReadFault.NOT_FINITE, False)],
+    [
+        (ReadFault.BAD_CHECKSUM, True),
+        (ReadFault.WRONG_SIZE, True),
+        (ReadFault.NOT_FINITE, False),
+        (COMPUTED_WRONG, False),
+    ],
 )
 def test_a_farther_copy_of_a_wrong_record_may_be_right_but_not_of_what_was_written_so(
     make_tiers, reason, is_left

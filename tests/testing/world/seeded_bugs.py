@@ -296,10 +296,12 @@ BUGS = (
     Bug("had: a promise outlives the verdict on its record", AUDITS,
         "        self._withdraw(frozenset(keys))\n", ""),
     Bug("had: what is refused after a reset stays on the server", SAVES,
-        """        self._take_out([each.key for each in saved], "", slot.namespace)""",
-        """        self._take_out([each.key for each in saved], "", self._requests.namespace)""",
-        (Edit(SAVES, """            self._take_out((slot.key,), "", slot.namespace)""",
-              """            self._take_out((slot.key,), "", self._requests.namespace)"""),)),
+        "        self._take_out([each.key for each in saved], COMPUTED_WRONG, slot.namespace)",
+        "        self._take_out([each.key for each in saved], COMPUTED_WRONG,"
+        " self._requests.namespace)",
+        (Edit(SAVES, "            self._take_out((slot.key,), COMPUTED_WRONG, slot.namespace)",
+              "            self._take_out((slot.key,), COMPUTED_WRONG,"
+              " self._requests.namespace)"),)),
     Bug("had: a fault before a plan is begun leaves its loads to the next one", SCHEDULER,
         "            self._erased.heed(self.requests, self.pool)\n            if step.pre", "            if step.pre",
         (Edit(SCHEDULER, "    def build_plan(self, step: StepView) -> Plan:\n",

@@ -45,7 +45,6 @@ FOUND = {
         *(6002423, "0,2,3,4,5,6,7,8,13,14,16,22,23,27"),
     ),
     "an engine blames a peer for NaN of its own": (7500351, "4,7,8,17,21,23"),
-    "a request that lost a load has nothing local": (7500050, "31,32,36,38,40,41"),
     "of an idle engine, a server that lost all has no namespace to erase": (
         *(8506675, "1,10,13,19"),
     ),

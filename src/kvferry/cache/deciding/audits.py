@@ -37,7 +37,6 @@ from kvferry.cache.messages import Filled, Load, Save, SlotChunk
 from kvferry.errors import ContractError
 from kvferry.record.check import ReadFault
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.recordio import take_out
 from kvferry.types import ChunkKey, ScheduledRequest
 
 logger = logging.getLogger(__name__)
@@ -256,7 +255,7 @@ class Audits:
 
     def take_out(self, keys: Sequence[ChunkKey], why: str, namespace: bytes) -> None:
         """Give up chunks of a namespace, also where they are promised already, and take their
-        records out of the store, for a reason as of `recordio.take_out`."""
+        records out of the store."""
         self._withdraw(frozenset(keys))
         for key in keys:
             slot = self._pool.find(key)
@@ -268,7 +267,7 @@ class Audits:
 
         def discard(_job: Job[None]) -> None:
             for key in keys:
-                take_out(store, key, why)
+                store.discard(key, why)
 
         self._thread.submit(discard)
 

@@ -30,6 +30,7 @@ from kvferry.errors import ContractError, Fault
 from kvferry.keys import state_key, state_keys
 from kvferry.record.check import ReadFault
 from kvferry.store.base import (
+    COMPUTED_WRONG,
     HERE,
     Put,
     PutResult,
@@ -378,7 +379,7 @@ class Saves:
             if self.shared_writes.abort(each):
                 self._pool.end_write(each)
             self._announce_failed(each.key)
-        self._take_out([each.key for each in saved], "", slot.namespace)
+        self._take_out([each.key for each in saved], COMPUTED_WRONG, slot.namespace)
 
     def _learn_saved(self, index: int, result: str, fault: Fault | None) -> None:
         self.await_reports()
@@ -386,7 +387,7 @@ class Saves:
         if slot is None:
             return
         if slot.failed:
-            self._take_out((slot.key,), "", slot.namespace)
+            self._take_out((slot.key,), COMPUTED_WRONG, slot.namespace)
             return
         if result not in (PutResult.STORED, PutResult.EXISTS):
             refused = self._requests.refused

@@ -31,13 +31,7 @@ from kvferry.record.shards import shard_text
 from kvferry.store.base import UNWRITTEN, PutResult
 from kvferry.store.catalogue import pin_for_client
 from kvferry.store.io_pool import IOPool, Job
-from kvferry.store.recordio import (
-    RecordRead,
-    read_record,
-    seal_record,
-    take_out,
-    write_sealed,
-)
+from kvferry.store.recordio import RecordRead, read_record, seal_record, write_sealed
 from kvferry.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -340,7 +334,7 @@ class SlotIO:
         def discard(_job: Job[None]) -> None:
             store = self._store.in_namespace(namespace)
             for name in dict.fromkeys((*self._shards_of(key), key)):
-                take_out(store, name, why)
+                store.discard(name, why)
 
         self.pool.submit(discard, can_wait=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from itertools import chain
 from typing import Protocol, TypeVar
 
@@ -78,11 +77,10 @@ class FileCatalogue(Indexed):
             return self._directory.read_text(f"{namespace.hex()}.json", "namespaces")
 
     def notice(self, text: str | None = None) -> str | None:
-        with suppress(StoreError), self._faults.guard("notice"):
+        with self._faults.guard("notice"):
             if text is not None and self._store.writes:
                 self._directory.write_text(NOTICE, text)
             return self._directory.read_text(NOTICE)
-        return None
 
     def removals(self, limit: int) -> list[Removal]:
         return list(self._listed(self._index.removals(limit)))

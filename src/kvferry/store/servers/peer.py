@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from kvferry.errors import ConfigError, Fault, FaultKind, StoreError
 from kvferry.network import is_loopback
 from kvferry.store.base import (
+    COMPUTED_WRONG,
     NO_DEADLINE,
     Address,
     Buffer,
@@ -114,8 +115,10 @@ class PeerStore(ServerStore):
 
     def discard(self, key: ChunkKey, reason: str) -> None:
         """Forget the key; remove nothing at the peer. If this peer sent the record, count it as a
-        wrong one."""
+        wrong one, unless this process computed another one wrong."""
         self._keys.forget(key)
+        if reason == COMPUTED_WRONG:
+            return
         try:
             del self._served[key]
         except KeyError:  # it did not send it, or another reader counted it

@@ -405,14 +405,15 @@ class RemoteCatalogue(Catalogue):
         return None if self._store.is_closed else self._texts.read(f"{namespace.hex()}/{_ABOUT}")
 
     def notice(self, text: str | None = None) -> str | None:
-        with suppress(StoreError):
-            if text is None and not self._store.is_closed:
-                said = self._texts.read(_NOTICE)
-                self._texts.write_again()  # `rm` finds a salt by the namespaces that are described
-                return said
-            if text is not None and not self._store.is_closed:
-                self._texts.write(_NOTICE, text)
-        return text
+        if self._store.is_closed:
+            return None
+        if text is not None:
+            self._texts.write(_NOTICE, text)
+            return text
+        said = self._texts.read(_NOTICE)
+        if said is None:  # the server may have lost all: `rm` knows a salt by what is described
+            self._texts.write_again()
+        return said
 
     def facts(self) -> dict[str, int | bool | None]:
         return {} if self._store.is_closed else self._client.facts()

@@ -25,6 +25,7 @@ from kvferry.store.base import (
     ASKED,
     CLOSED,
     COMING,
+    COMPUTED_WRONG,
     HERE,
     NO_DEADLINE,
     Address,
@@ -197,7 +198,7 @@ class TieredStore(Store):
         """Discard a value in the tier that served it, and in nearer tiers, which can only hold
         copies. Farther tiers may hold a good one, but not of what its writer computed wrong. That,
         and what is not known to have been served, is discarded in all."""
-        is_written_so = reason == PutResult.NOT_FINITE
+        is_written_so = reason in (PutResult.NOT_FINITE, COMPUTED_WRONG)
         # Not removed: two readers may find the same copy wrong.
         served = None if is_written_so else self._served.get(key)
         self._cancel_copies(key)

@@ -291,7 +291,10 @@ class Engine:
             take_out(keys, *given)
 
         def refuse(keys: Sequence[ChunkKey], *given: Any) -> None:
-            refused.update({key: self.loop.now for key in keys if key not in again})
+            for key in keys:
+                slot = pool.find(key)
+                if key not in again or (slot is not None and slot.failed):
+                    refused[key] = self.loop.now
             condemn(keys, *given)
 
         pool.save = save

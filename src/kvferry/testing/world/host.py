@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from kvferry.contract.driver import StepDriver
 from kvferry.contract.fold import WorkerOutputFold
+from kvferry.contract.guard_scheduler import GuardedScheduler
 from kvferry.contract.handover import STAMP
 from kvferry.contract.messages import WorkerOutput
-from kvferry.contract.scheduler import SchedulerRole
 from kvferry.testing.prefixes import extend_seeds
 from kvferry.testing.world.device import Device
 from kvferry.testing.world.kv import TAINT, RankKV, Right, WrongToken
@@ -90,7 +90,7 @@ class Host:
         self,
         loop: Loop,
         shape: HostShape,
-        role: SchedulerRole,
+        role: GuardedScheduler,
         ranks: Sequence[tuple[StepDriver, RankKV]],
         watch: Watch,
         rng: random.Random,
@@ -293,7 +293,8 @@ class Host:
             if not self.memory.take(request, local, num_computed, num_computed + num_tokens):
                 self.waiting.appendleft(request)
                 break
-            if request.extra_keys.cacheable and self._watch.is_named:
+            is_asked = not self.role._promises.has_failed(request.request_id)
+            if request.extra_keys.cacheable and self._watch.is_named and is_asked:
                 self.ledger.local += num_local  # else all counts as missed
             self._admit(request, num_local, answer)
             self._add(step, request, num_tokens)

@@ -64,16 +64,17 @@ def _check_refused(world: World) -> None:
     happened = {what for what, number in world.happened.items() if number}
     if len(world.scenario.engines) > 1 or not happened.isdisjoint(UNREACHED):
         return
-    up_since = -math.inf
+    up_since: dict[str, float] = {}  # by medium
     for engine in _serving(world) if world.truth.refused else ():
         _ask_new(world, engine)
-        since = max(tier.since for tier in engine.parts[0].store.tiers())
-        up_since = world.loop.now - (world.wall() - since)
+        for tier in engine.parts[0].store.tiers():
+            up_since[_host_of(tier.stat().url)] = world.loop.now - (world.wall() - tier.since)
     for medium in world.media.by_name.values():
+        since = up_since.get(medium.name, -math.inf)
         for name in medium.values:
             if name.endswith(".json") or name in medium.failed_deletes:
                 continue
-            if world.truth.refused.get(key_in(name), -math.inf) > up_since:
+            if world.truth.refused.get(key_in(name), -math.inf) > since:
                 raise Wrong("verdict", f"{medium.name} has {name}, which was refused")
 
 
@@ -243,8 +244,11 @@ def _check_erased(world: World) -> None:
 
 def _media_of(world: World, engine: Engine) -> list[Medium]:
     """The servers among its tiers."""
-    hosts = (url.partition("sim://")[2].partition("/")[0] for url in engine.shape.tiers)
-    return [world.media.by_name[host] for host in hosts if host]
+    return [world.media.by_name[host] for host in map(_host_of, engine.shape.tiers) if host]
+
+
+def _host_of(url: str) -> str:
+    return url.partition("sim://")[2].partition("/")[0]
 
 
 def _hits(world: World, engine: Engine, ask: Ask, tokens: Sequence[int], *, forgets: bool) -> bool:
