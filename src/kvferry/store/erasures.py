@@ -4,8 +4,9 @@
 erased, and when. What it cannot reach is in processes: chunks in host memory, stores in memory,
 writes under way, copies that wait for another tier. So each open store of an engine reads the
 notices of its tiers every few seconds. For a minute it writes and reads nothing that was erased. It
-takes back what it wrote since that store answered last, and drops from stores in memory all that was erased. The
-scheduler role asks for the same names, and drops what it holds in memory.
+takes back what it wrote since that store answered last, and in the minute before that, and drops
+from stores in memory all that was erased. The scheduler role asks for the same names, and drops
+what it holds in memory.
 
 What was erased has a name: a namespace, the mark of a salt in a namespace, or a key.
 """
