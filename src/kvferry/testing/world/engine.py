@@ -398,7 +398,7 @@ class Engine:
 
     def _check_ledger(self) -> None:
         assert self.host is not None
-        if self.host.is_broken:
+        if self.host.is_broken or self.host.has_lost_load:
             return  # a look-up that failed may not be counted
         counts, ledger = self.observer, self.host.ledger
         counted = {

@@ -82,6 +82,8 @@ class Host:
         num_copies: how often kvferry has copied into its blocks. What was right stays so till then.
         off: why the cache is off; empty if it is not.
         is_broken: whether some hook has raised an unforeseen error.
+        has_lost_load: whether a request lost a load before its plan. Of such a one the connector is
+            asked nothing more, so it may not count what is computed for it then.
         plans_twice: whether the next step is planned twice, as no host should.
         has_lost_plan: whether it was: what the first plan was to save has slots for good.
     """
@@ -113,7 +115,8 @@ class Host:
         self.num_copies = 0
         self.device = Device(loop, shape.block_size, watch.is_not_finite, rng)
         self.num_preemptions = 0
-        self.resets_within = self.plans_twice = self.is_broken = self.has_lost_plan = False
+        self.resets_within = self.plans_twice = self.has_lost_plan = False
+        self.is_broken = self.has_lost_load = False
         self.off = ""
         self._watch = watch
         self._random = rng
@@ -293,8 +296,8 @@ class Host:
             if not self.memory.take(request, local, num_computed, num_computed + num_tokens):
                 self.waiting.appendleft(request)
                 break
-            is_asked = not self.role._promises.has_failed(request.request_id)
-            if request.extra_keys.cacheable and self._watch.is_named and is_asked:
+            self.has_lost_load |= self.role._promises.has_failed(request.request_id)
+            if request.extra_keys.cacheable and self._watch.is_named:
                 self.ledger.local += num_local  # else all counts as missed
             self._admit(request, num_local, answer)
             self._add(step, request, num_tokens)
