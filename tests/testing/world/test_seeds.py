@@ -48,8 +48,22 @@ FOUND = {
     "of an idle engine, a server that lost all has no namespace to erase": (
         *(8506675, "1,10,13,19"),
     ),
+    "what outlived a reset is saved once a load of it failed": (11506834, "4,5,10,14"),
     "NaN stays on a farther server": (184, "0,1,2,3,4,5,6,7,11,12,13,14,15,16,17,18,19"),
     "a client of an engine that was killed is closed by no one": (400753, "30,31,35"),
+    "rule: a host offers nothing that it computed behind a failed load": (
+        *(6001750, "7,38,39,43,45,46,49,53,55,56,57,58"),
+    ),
+    "rule: files that people remove make saves fail": (6002674, "34,35,36,37,38,39,40"),
+    "rule: an idle engine hears with its next request that a write ended": (
+        *(6002509, "0,1,2,4,5,7,8"),
+    ),
+    "rule: what was refused stays on a server that was away": (8000188, "0,1,2,4,5,7,8,9"),
+    "rule: what was refused is saved again": (9001856, "0,2,3"),
+    "rule: an operator erases again after a server lost all": (7501039, "7,14,16,18"),
+    "rule: what a request that lost a load computes may not be counted": (
+        *(10502851, "2,4,6,7,8"),
+    ),
 }
 """What worlds have found, in kvferry or in their own rules, and what shows it."""
 

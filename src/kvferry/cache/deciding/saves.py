@@ -453,5 +453,5 @@ class Saves:
         for request in self._requests.by_id.values():
             passed = request.keys.keys[: request.next_save]
             first = next((i for i, key in enumerate(passed) if key in keys), None)
-            if first is not None and not request.saves_blocked:
+            if first is not None and not (request.saves_blocked or request.is_past):
                 request.save(first)
